@@ -1,0 +1,1 @@
+"""The gateway: runs the rounds, serves clients, exports acceptance metrics."""

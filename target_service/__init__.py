@@ -1,0 +1,1 @@
+"""The target service: owns the model, verifies token chains, emits auxiliary hidden states."""
