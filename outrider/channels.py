@@ -1,0 +1,83 @@
+"""gRPC channel and server options, and clients' view of a service's health."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+CLIENT_MESSAGE_BYTES = 8 << 20  # from clients to the gateway
+SERVICE_MESSAGE_BYTES = 64 << 20  # between services
+
+_KEEPALIVE = [
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+
+
+def channel_options(max_message_bytes: int = SERVICE_MESSAGE_BYTES) -> list[tuple[str, int]]:
+    """Options of a client's channel: keepalive both ways and the largest message."""
+    return [
+        *_KEEPALIVE,
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        # A channel of its own per client: a shared subchannel would share its backoff too.
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+    ]
+
+
+def server_options(max_receive_bytes: int = SERVICE_MESSAGE_BYTES) -> list[tuple[str, int]]:
+    """Options of a server. Pings of clients are welcome as often as `channel_options` sends them."""
+    return [
+        *_KEEPALIVE,
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.max_send_message_length", SERVICE_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", max_receive_bytes),
+        ("grpc.so_reuseport", 0),  # two servers on one port is a mistake, not a balance
+    ]
+
+
+def connect(address: str, max_message_bytes: int = SERVICE_MESSAGE_BYTES) -> grpc.aio.Channel:
+    """An insecure channel to HOST:PORT (or unix:PATH)."""
+    return grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))
+
+
+async def is_serving(channel: grpc.aio.Channel, service: str, timeout: float = 1.0) -> bool:
+    """Whether the health service of the peer says SERVING for `service`."""
+    try:
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
+    except grpc.aio.AioRpcError:
+        return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def wait_serving(channel: grpc.aio.Channel, service: str, timeout: float, interval: float = 0.1) -> None:
+    """Returns once the peer serves `service`. Raises TimeoutError after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not await is_serving(channel, service):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{service} did not become ready within {timeout:g} s")
+        await asyncio.sleep(interval)
+
+
+async def watch_serving(channel: grpc.aio.Channel, service: str, retry_every: float = 0.2) -> AsyncIterator[bool]:
+    """Yields whether the peer serves `service`, at once and at every change; False while out of reach. Endless."""
+    stub = health_pb2_grpc.HealthStub(channel)
+    while True:
+        try:
+            async for answer in stub.Watch(health_pb2.HealthCheckRequest(service=service), wait_for_ready=False):
+                yield answer.status == health_pb2.HealthCheckResponse.SERVING
+        except grpc.aio.AioRpcError:
+            pass
+        yield False
+        await asyncio.sleep(retry_every)

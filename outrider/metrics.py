@@ -1,0 +1,71 @@
+"""Prometheus metrics: one registry a process, exported over HTTP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Info
+
+from outrider import __version__
+
+PREFIX = "outrider_"
+
+# Seconds. Rounds of a small model take a millisecond, of a large one under load a second.
+STEP_BUCKETS = (
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.002,
+    0.004,
+    0.006,
+    0.008,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    10,
+)
+
+
+def new_registry(service: str) -> CollectorRegistry:
+    """A registry with the process's and the build's own series, without the `_created` ones that nobody asks for."""
+    prometheus_client.disable_created_metrics()
+    registry = CollectorRegistry()
+    prometheus_client.ProcessCollector(registry=registry)
+    prometheus_client.PlatformCollector(registry=registry)
+    Info(PREFIX + "build", "Version of Outrider", registry=registry).info({"version": __version__, "service": service})
+    return registry
+
+
+@dataclass
+class MetricsServer:
+    """The HTTP server of /metrics; `address` is where it really listens."""
+
+    address: str
+    _server: object
+
+    @classmethod
+    def start(cls, listen: str, registry: CollectorRegistry) -> MetricsServer:
+        """Listens on HOST:PORT; port 0 picks a free one. Raises OSError where it cannot."""
+        host, port = split_address(listen)
+        server, _ = prometheus_client.start_http_server(port, host, registry)
+        return cls(f"{host}:{server.server_port}", server)
+
+    def stop(self) -> None:
+        """Stops answering."""
+        self._server.shutdown()  # type: ignore[attr-defined]
+        self._server.server_close()  # type: ignore[attr-defined]
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """HOST:PORT as a pair; [::1]:0 is written with its brackets. Raises ValueError naming what it found."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"expected HOST:PORT, found {address!r}")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,69 @@
+"""Settings of a command: flags, then OUTRIDER_* environment, then a YAML file, then defaults.
+
+The environment variable of `--kv-cache` of the target is OUTRIDER_TARGET_KV_CACHE. No option is called port or host:
+Kubernetes injects <SERVICE>_PORT and <SERVICE>_SERVICE_HOST into every container.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+import yaml
+
+
+def _read_yaml(context: typer.Context, path: Path | None) -> Path | None:
+    """Takes the file's keys as defaults of the options of the same name; refuses unknown keys."""
+    if path is None:
+        return None
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise typer.BadParameter(f"{path}: {error}") from error
+    if not isinstance(values, dict):
+        raise typer.BadParameter(f"{path}: expected a mapping of options to values, found {type(values).__name__}")
+    known = {parameter.name for parameter in context.command.params}
+    named = {str(key).replace("-", "_"): value for key, value in values.items()}
+    if unknown := sorted(set(named) - known):
+        raise typer.BadParameter(f"{path}: unknown option {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+    context.default_map = {**(context.default_map or {}), **named}
+    return path
+
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", is_eager=True, callback=_read_yaml, help="YAML file of options, below flags and environment."
+    ),
+]
+LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+Listen = Annotated[str, typer.Option(help="HOST:PORT of gRPC; port 0 picks a free one.")]
+MetricsListen = Annotated[str, typer.Option(help="HOST:PORT of /metrics; port 0 picks a free one.")]
+
+
+def run_command(command: Callable[..., Any], name: str, arguments: Sequence[str] | None = None) -> None:
+    """Runs `command` as the command line of the service `name` and exits: 0, or 2 with what was wrong with a flag."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(context_settings={"auto_envvar_prefix": f"OUTRIDER_{name.upper()}", "show_default": True})(command)
+    app(args=None if arguments is None else list(arguments), prog_name=f"outrider {name}")
+
+
+def parse_bytes(text: str) -> int:
+    """`512MiB`, `4GB`, `1000000` as bytes. Raises ValueError naming what it found."""
+    units = {"": 1, "b": 1}
+    for power, prefix in enumerate("kmgt", start=1):
+        units |= {prefix: 1000**power, f"{prefix}b": 1000**power, f"{prefix}ib": 1024**power}
+    digits = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    unit = text.strip()[len(digits) :].strip().lower()
+    try:
+        return int(float(digits) * units[unit])
+    except (KeyError, ValueError):
+        raise ValueError(f"expected a size such as 512MiB or 4GB, found {text!r}") from None
+
+
+def usage_error(message: str) -> click.UsageError:
+    """An error of the command line: printed with the usage, exit code 2."""
+    return click.UsageError(message)

@@ -1,0 +1,44 @@
+import asyncio
+import threading
+
+from outrider.engine_thread import EngineThread
+
+
+class Doubler:
+    """Doubles what it is given, a number a step; fails on 13."""
+
+    def __init__(self):
+        self.waiting, self.failures, self.results, self.threads = [], [], [], set()
+
+    def apply(self, commands):
+        self.waiting += commands
+
+    def idle_seconds(self):
+        return 0 if self.waiting else None
+
+    def step(self):
+        self.threads.add(threading.get_ident())
+        if self.waiting:
+            number = self.waiting.pop(0)
+            if number == 13:
+                raise ValueError(number)
+            self.thread.deliver(self.results.append, 2 * number)
+
+    def on_failure(self, error):
+        self.failures.append(error)
+
+
+async def test_commands_are_applied_in_order_in_one_thread_and_a_failure_is_survived():
+    engine = Doubler()
+    engine.thread = EngineThread(engine, "toy")
+    engine.thread.start(asyncio.get_running_loop())
+    for number in [1, 2, 13, 3]:
+        engine.thread.submit(number)
+    for _ in range(200):
+        if len(engine.results) == 3:
+            break
+        await asyncio.sleep(0.01)
+    engine.thread.stop()
+    assert engine.results == [2, 4, 6]
+    assert [str(e) for e in engine.failures] == ["13"]
+    assert len(engine.threads) == 1 and threading.get_ident() not in engine.threads

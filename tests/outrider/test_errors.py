@@ -1,0 +1,33 @@
+import pytest
+
+from outrider import errors
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.InvalidArgument("sampling.top_p", "expected 0 < p <= 1, found nan"),
+        errors.NotFound("model: expected tiny, found other"),
+        errors.FailedPrecondition("hidden_size: expected 64, found 32"),
+        errors.ResourceExhausted("queue of 4 is full", errors.QUEUE_FULL, retry_after=2.5),
+        errors.Unavailable("draining", errors.DRAINING),
+    ],
+)
+def test_an_error_survives_the_wire(error):
+    status = errors.to_status(error)
+    back = errors.from_status(status)
+    assert type(back) is type(error)
+    assert str(back) == str(error) and back.message == error.message
+    assert back.reason == error.reason == errors.reason_of(status)
+
+
+def test_a_bug_is_internal_and_names_its_exception():
+    status = errors.to_status(KeyError("x"))
+    assert status.code == errors.Internal.code.value[0]
+    assert "KeyError" in status.message
+
+
+def test_invalid_argument_carries_the_field():
+    back = errors.from_status(errors.to_status(errors.InvalidArgument("prompt", "expected tokens, found none")))
+    assert back.field == "prompt"
+    assert str(back) == "prompt: expected tokens, found none"

@@ -1,0 +1,59 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from outrider.settings import parse_bytes
+
+SCRIPT = """
+from typing import Annotated
+from outrider.settings import ConfigFile, run_command
+def command(config: ConfigFile = None, kv_cache: str = "1GiB", max_sequences: int = 4) -> None:
+    print(kv_cache, max_sequences)
+run_command(command, "toy")
+"""
+
+
+def run(*flags, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, *flags], env={**os.environ, **environment}, capture_output=True, text=True
+    )
+
+
+def test_flags_beat_the_environment_which_beats_the_file(tmp_path):
+    file = tmp_path / "toy.yaml"
+    file.write_text("kv-cache: 2GiB\nmax_sequences: 7\n")
+    assert run().stdout.split() == ["1GiB", "4"]
+    assert run("--config", str(file)).stdout.split() == ["2GiB", "7"]
+    assert run("--config", str(file), OUTRIDER_TOY_KV_CACHE="3GiB").stdout.split() == ["3GiB", "7"]
+    assert run("--config", str(file), "--kv-cache", "4GiB", OUTRIDER_TOY_KV_CACHE="3GiB").stdout.split() == [
+        "4GiB",
+        "7",
+    ]
+
+
+def test_an_unknown_key_of_the_file_is_refused_by_name(tmp_path):
+    file = tmp_path / "toy.yaml"
+    file.write_text("kv_cach: 2GiB\n")
+    result = run("--config", str(file))
+    assert result.returncode == 2
+    assert "kv_cach" in result.stderr
+
+
+def test_what_kubernetes_injects_changes_nothing():
+    injected = {"OUTRIDER_TOY_PORT": "tcp://10.0.0.1:50051", "OUTRIDER_TOY_SERVICE_HOST": "10.0.0.1"}
+    assert run(**injected).stdout.split() == ["1GiB", "4"]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("512MiB", 512 << 20), ("4GB", 4 * 10**9), ("1000", 1000), ("0.5 KiB", 512)]
+)
+def test_sizes(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "abc", "4QB", "-"])
+def test_a_bad_size_is_named(text):
+    with pytest.raises(ValueError, match="expected a size"):
+        parse_bytes(text)
