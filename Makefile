@@ -45,12 +45,13 @@ $(BIN)/python:
 
 # One stamp for each extra of pyproject.toml.
 $(VENV)/.demo $(VENV)/.test: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
-	$(INSTALL) setuptools
-	$(INSTALL) --no-build-isolation --editable '.[$*]'
-	touch $@
+	@echo "Installing into $(VENV): a few minutes"
+	@$(INSTALL) setuptools
+	@$(INSTALL) --no-build-isolation --editable '.[$*]'
+	@touch $@
 
 # The generator stays at the floor of what its output must load on, so it has an environment of its own.
 $(VENV)/stubs/.installed: tools/stubs-requirements.txt | $(BIN)/python
 	$(PYTHON) -m venv $(VENV)/stubs
-	$(VENV)/stubs/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
-	touch $@
+	@$(VENV)/stubs/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@

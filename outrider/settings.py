@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 import yaml
 
@@ -64,6 +63,6 @@ def parse_bytes(text: str) -> int:
         raise ValueError(f"expected a size such as 512MiB or 4GB, found {text!r}") from None
 
 
-def usage_error(message: str) -> click.UsageError:
+def usage_error(message: str) -> typer.BadParameter:
     """An error of the command line: printed with the usage, exit code 2."""
-    return click.UsageError(message)
+    return typer.BadParameter(message)
