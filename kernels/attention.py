@@ -1,0 +1,77 @@
+"""Causal attention of single query rows over a paged cache.
+
+softmax(q . k * scale) over the keys from `first_position`, or the window's edge, to the row's own position, then the
+mean of the values. A sink is one more logit per head that takes its share of the softmax and has no value. Each row
+is computed by itself, over key blocks at fixed absolute positions, so its bits depend on its sequence only.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.kv_cache import PAGE_SIZE, LayerCache
+
+
+def paged_attention(
+    q: torch.Tensor,
+    cache: LayerCache,
+    page_tables: torch.Tensor,
+    row_sequence: torch.Tensor,
+    row_positions: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    first_position: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Returns the attention output [T, nq, d] of q[T, nq, d].
+
+    Row t belongs to sequence row_sequence[t], whose pages are page_tables[S, P] (int32), and sees the keys
+    first_position[s] (default 0) .. row_positions[t], of these the last `window`. sinks: [nq].
+    """
+    return paged_attention_torch(
+        q, cache, page_tables, row_sequence, row_positions, scale, window, sinks, first_position
+    )
+
+
+def paged_attention_torch(
+    q: torch.Tensor,
+    cache: LayerCache,
+    page_tables: torch.Tensor,
+    row_sequence: torch.Tensor,
+    row_positions: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    first_position: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The PyTorch form of `paged_attention`."""
+    out = torch.empty_like(q)
+    firsts = first_position.tolist() if first_position is not None else [0] * page_tables.shape[0]
+    for row, (sequence, last) in enumerate(zip(row_sequence.tolist(), row_positions.tolist(), strict=True)):
+        first = max(firsts[sequence], last - window + 1 if window else 0)
+        blocks = page_tables[sequence, first // PAGE_SIZE : last // PAGE_SIZE + 1].long()
+        begin = first // PAGE_SIZE * PAGE_SIZE
+        out[row] = _attend(q[row], cache, blocks, first - begin, last + 1 - begin, scale, sinks)
+    return out
+
+
+def _attend(
+    q: torch.Tensor,
+    cache: LayerCache,
+    pages: torch.Tensor,
+    begin: int,
+    end: int,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """One row q[nq, d] over the keys begin..end-1 of the pages."""
+    heads, width = q.shape
+    kv_heads = cache.keys.shape[1]
+    keys = cache.keys[pages].permute(1, 2, 0, 3).reshape(kv_heads, width, -1)[:, :, begin:end].float().contiguous()
+    values = cache.values[pages].permute(1, 0, 2, 3).reshape(kv_heads, -1, width)[:, begin:end].float().contiguous()
+    grouped = q.float().view(kv_heads, heads // kv_heads, width)
+    logits = torch.bmm(grouped, keys) * scale
+    if sinks is not None:
+        logits = torch.cat((logits, sinks.float().view(kv_heads, -1, 1)), dim=-1)
+    weights = logits.softmax(-1)[..., : end - begin]
+    return torch.bmm(weights, values).view(heads, width).to(q.dtype)

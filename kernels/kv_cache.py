@@ -1,0 +1,69 @@
+"""The paged key-value cache: fixed pages of PAGE_SIZE positions, handed to sequences through page tables.
+
+Position p of a sequence lies in page page_table[p // PAGE_SIZE] at offset p % PAGE_SIZE, so a page is also a block
+of keys at a fixed absolute position: the unit in which attention adds up. Keys are stored with positions innermost,
+values with the head's dimension innermost; attention then reads both as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+PAGE_SIZE = 64
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer: keys [num_pages, nkv, d, PAGE_SIZE] and values [num_pages, nkv, PAGE_SIZE, d]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class KVCache:
+    """Keys and values of all layers of one model."""
+
+    page_size = PAGE_SIZE
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.num_pages = num_pages
+        self.layers = [
+            LayerCache(
+                torch.zeros(num_pages, num_kv_heads, head_dim, PAGE_SIZE, dtype=dtype, device=device),
+                torch.zeros(num_pages, num_kv_heads, PAGE_SIZE, head_dim, dtype=dtype, device=device),
+            )
+            for _ in range(num_layers)
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held, in bytes."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        """Stores k and v, [T, nkv, d], at slots[T] (see `slots_of`)."""
+        write_kv(self.layers[layer], k, v, slots)
+
+
+def slots_of(page_tables: torch.Tensor, row_sequence: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Returns page * PAGE_SIZE + offset, int64 [T], of each row's position in its sequence's pages [S, P]."""
+    pages = page_tables[row_sequence.long(), torch.div(positions, PAGE_SIZE, rounding_mode="floor").long()]
+    return pages.long() * PAGE_SIZE + positions.long() % PAGE_SIZE
+
+
+def write_kv(cache: LayerCache, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+    """Stores k and v, [T, nkv, d], at slots[T] of one layer."""
+    pages = torch.div(slots, PAGE_SIZE, rounding_mode="floor")
+    offsets = slots % PAGE_SIZE
+    cache.keys[pages, :, :, offsets] = k
+    cache.values[pages, :, offsets] = v

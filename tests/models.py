@@ -1,0 +1,257 @@
+"""Tiny checkpoints with random weights: real Hugging Face directories, the same bytes for the same seed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+BOS, EOS, USER, ASSISTANT = "<|begin|>", "<|end|>", "<|user|>", "<|assistant|>"
+BOS_ID, EOS_ID = 0, 1
+TOKENIZER_SIZE = 320
+CHAT_TEMPLATE = (
+    "{{ '<|begin|>' }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+_MERGES = (
+    "h e,n d,t h,th e,i n,e r,a n,o n,r e,a t,e n,o r,e s,i s,i t,a r,t o,in g,an d,Ġ t,Ġ a,Ġ s,Ġ w,Ġt he,Ġ o,Ġ c,"
+    "Ġ b,Ġ f,Ġ p,Ġ m,Ġ d,Ġ h,Ġo f,Ġ in,Ġa nd,o u,a l,e d,l l,Ġ is,Ġt o,Ġ n,u r,i c,s t,l e,i on,a s,o m,v e,c h,Ġ I,"
+    "o w,Ġ l,u t,e t,s e,Ġ e,r o,l y,Ġ r,Ġ y"
+)
+
+
+def write_tiny_llama(
+    directory: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    shards: int = 1,
+    tokenizer: bool = True,
+    **overrides: Any,
+) -> Path:
+    """Writes a Llama checkpoint of about 0.2 M weights; `overrides` go into config.json. Returns the directory."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": TOKENIZER_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+        **overrides,
+    }
+    random = _Random(seed, dtype)
+    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
+    tensors = _decoder_tensors(config, random)
+    for layer in range(config["num_hidden_layers"]):
+        mlp = f"model.layers.{layer}.mlp."
+        for name, rows, columns in (
+            ("gate_proj", intermediate, hidden),
+            ("up_proj", intermediate, hidden),
+            ("down_proj", hidden, intermediate),
+        ):
+            tensors[f"{mlp}{name}.weight"] = random.matrix(rows, columns)
+            if config["mlp_bias"]:
+                tensors[f"{mlp}{name}.bias"] = random.vector(rows)
+    return _write(Path(directory), config, tensors, dtype, shards, tokenizer)
+
+
+def write_tiny_gpt_oss(
+    directory: str | Path,
+    *,
+    mxfp4: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    shards: int = 1,
+    tokenizer: bool = True,
+    **overrides: Any,
+) -> Path:
+    """Writes a gpt-oss checkpoint, experts in MXFP4 under the published names or in `dtype`. Returns the directory."""
+    config = {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "vocab_size": TOKENIZER_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 48,
+        "max_position_embeddings": 2048,
+        "initial_context_length": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": EOS_ID,
+        **overrides,
+    }
+    layers = config["num_hidden_layers"]
+    config.setdefault("layer_types", [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)])
+    if mxfp4:
+        config["quantization_config"] = {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+        }
+    random = _Random(seed, dtype)
+    tensors = _decoder_tensors(config, random)
+    for layer in range(layers):
+        tensors |= _gpt_oss_layer(config, random, f"model.layers.{layer}.", mxfp4)
+    return _write(Path(directory), config, tensors, dtype, shards, tokenizer)
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Writes a byte-level BPE tokenizer of at most TOKENIZER_SIZE tokens with a chat template."""
+    specials = [BOS, EOS, USER, ASSISTANT, "<|system|>"]
+    pieces = [tuple(merge.split(" ")) for merge in _MERGES.split(",")]
+    tokens = specials + sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens += list(dict.fromkeys(left + right for left, right in pieces))
+    vocabulary = {token: index for index, token in enumerate(tokens[:TOKENIZER_SIZE])}
+    merges = [(left, right) for left, right in pieces if left + right in vocabulary]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(specials)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    _write_json(
+        directory / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": BOS,
+            "eos_token": EOS,
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+
+
+class _Random:
+    """Random tensors of one dtype from one seed, scaled so that a few layers keep activations near 1."""
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._dtype = dtype
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self._generator)
+
+    def matrix(self, *shape: int) -> torch.Tensor:
+        return (self.normal(*shape) * shape[-1] ** -0.5).to(self._dtype)
+
+    def vector(self, *shape: int) -> torch.Tensor:
+        return (self.normal(*shape) * 0.2).to(self._dtype)
+
+    def norm(self, size: int) -> torch.Tensor:
+        return (1 + self.normal(size) * 0.1).to(self._dtype)
+
+    def bytes(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=self._generator, dtype=torch.uint8)
+
+
+def _decoder_tensors(config: dict[str, Any], random: _Random) -> dict[str, torch.Tensor]:
+    """Embedding, head, norms and attention projections, which both families share."""
+    hidden, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
+    width = config["head_dim"]
+    tensors = {
+        "model.embed_tokens.weight": random.normal(config["vocab_size"], hidden).to(random.matrix(1, 1).dtype),
+        "model.norm.weight": random.norm(hidden),
+    }
+    if not config["tie_word_embeddings"]:
+        tensors["lm_head.weight"] = random.matrix(config["vocab_size"], hidden)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        tensors[f"{prefix}input_layernorm.weight"] = random.norm(hidden)
+        tensors[f"{prefix}post_attention_layernorm.weight"] = random.norm(hidden)
+        for name, rows, columns in (
+            ("q_proj", heads * width, hidden),
+            ("k_proj", kv_heads * width, hidden),
+            ("v_proj", kv_heads * width, hidden),
+            ("o_proj", hidden, heads * width),
+        ):
+            tensors[f"{prefix}self_attn.{name}.weight"] = random.matrix(rows, columns)
+            if config["attention_bias"]:
+                tensors[f"{prefix}self_attn.{name}.bias"] = random.vector(rows)
+    return tensors
+
+
+def _gpt_oss_layer(config: dict[str, Any], random: _Random, prefix: str, mxfp4: bool) -> dict[str, torch.Tensor]:
+    hidden, intermediate, experts = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
+    tensors = {
+        f"{prefix}self_attn.sinks": random.normal(config["num_attention_heads"]).to(random.matrix(1, 1).dtype),
+        f"{prefix}mlp.router.weight": random.matrix(experts, hidden),
+        f"{prefix}mlp.router.bias": random.vector(experts),
+    }
+    for name, outputs, inputs in (("gate_up_proj", 2 * intermediate, hidden), ("down_proj", hidden, intermediate)):
+        stem = f"{prefix}mlp.experts.{name}"
+        tensors[f"{stem}_bias"] = random.vector(experts, outputs)
+        if mxfp4:
+            tensors[f"{stem}_blocks"] = random.bytes(0, 256, experts, outputs, inputs // 32, 16)
+            # Exponents around 2**-4: values of magnitude near 1 / sqrt(inputs).
+            tensors[f"{stem}_scales"] = random.bytes(121, 125, experts, outputs, inputs // 32)
+        else:
+            tensors[stem] = random.matrix(experts, outputs, inputs).transpose(1, 2).contiguous()
+    return tensors
+
+
+def _write(
+    directory: Path,
+    config: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+    shards: int,
+    tokenizer: bool,
+) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {**config, "torch_dtype": str(dtype).removeprefix("torch.")}
+    _write_json(directory / "config.json", config)
+    _write_json(directory / "generation_config.json", {"eos_token_id": config["eos_token_id"]})
+    if shards == 1:
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    else:
+        weight_map = {}
+        for shard in range(shards):
+            file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+            part = dict(list(tensors.items())[shard::shards])
+            save_file(part, directory / file, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(part, file)
+        _write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
+    if tokenizer:
+        write_tokenizer(directory)
+    return directory
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
