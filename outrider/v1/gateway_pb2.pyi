@@ -67,7 +67,7 @@ class SpeculationParams(_message.Message):
     def __init__(self, max_draft_tokens: _Optional[int] = ..., draft_model: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("text", "token_ids", "logprobs", "finish_reason", "usage", "prompt_logprobs", "stop", "stop_token_id", "from_draft", "seed", "prompt_token_ids")
+    __slots__ = ("text", "token_ids", "logprobs", "finish_reason", "usage", "prompt_logprobs", "stop", "stop_token_id", "from_draft", "seed", "prompt_token_ids", "text_ends")
     class Usage(_message.Message):
         __slots__ = ("prompt_tokens", "completion_tokens", "verify_steps", "draft_tokens", "accepted_tokens", "seed", "acceptance_histogram", "drafted_per_position")
         PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +98,7 @@ class GenerateResponse(_message.Message):
     FROM_DRAFT_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_ENDS_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
@@ -109,7 +110,8 @@ class GenerateResponse(_message.Message):
     from_draft: _containers.RepeatedScalarFieldContainer[bool]
     seed: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[GenerateResponse.Usage, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., stop: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., from_draft: _Optional[_Iterable[bool]] = ..., seed: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    text_ends: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[GenerateResponse.Usage, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., stop: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., from_draft: _Optional[_Iterable[bool]] = ..., seed: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., text_ends: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()
