@@ -24,20 +24,21 @@ _LOW = 0 if sys.byteorder == "little" else 1
 _LARGEST_UNIFORM = np.float32(1 - 2**-24)
 
 
-def gumbel_noise(seed: int, position: int, token_ids: Tensor) -> Tensor:
+def gumbel_noise(seed: int, position: int | Tensor, token_ids: Tensor) -> Tensor:
     """Noise of some tokens, float32 of the shape and on the device of `token_ids` (int64).
 
-    `position` is the index, in the whole sequence, of the token being chosen. `seed` is taken modulo 2**64.
+    `position` is the index, in the whole sequence, of the token being chosen: one for all, or one for each token
+    (int64 of the same shape). `seed` is taken modulo 2**64.
     """
     ids = token_ids.cpu().numpy()
     if ids.size == 0:
         return torch.empty(token_ids.shape, dtype=torch.float32, device=token_ids.device)
-    largest = int(ids.max())
-    if ids.size > largest // 4 + 1:  # most counters of the range would be computed more than once
-        words = _range_words(seed, position, largest + 1)[ids]
+    if isinstance(position, int) and ids.size > (largest := int(ids.max())) // 4:
+        words = _range_words(seed, position, largest + 1)[ids]  # fewer counters than tokens
     else:
         flat = ids.reshape(-1)
-        words = philox_words(seed, position, flat >> 2)[flat & 3, np.arange(flat.size)].reshape(ids.shape)
+        positions = position if isinstance(position, int) else position.reshape(-1).cpu().numpy()
+        words = philox_words(seed, positions, flat >> 2)[flat & 3, np.arange(flat.size)].reshape(ids.shape)
     return noise_of_words(words).to(token_ids.device)
 
 
