@@ -15,7 +15,7 @@ help:  ## What can be made
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 14
 
 demo: $(VENV)/.demo  ## Fetch a small model, serve it with its draft on this machine, and ask it a question
-	$(BIN)/python -m deploy.demo
+	$(BIN)/python deploy/demo/demo.py
 
 test: $(VENV)/.test  ## Run all tests
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)

@@ -1,0 +1,118 @@
+"""`outrider bench`: load a gateway, or start a pair alone on this machine and take its rounds apart."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from outrider.cli import client, load, report, speed
+from outrider.cli.client import DEFAULT_ADDRESS
+from outrider.cli.options import Address
+from outrider.cli.processes import PairOptions, ServiceFailed
+from outrider.settings import usage_error
+from outrider.v1 import gateway_pb2, gateway_pb2_grpc
+
+
+def bench(
+    address: Address = DEFAULT_ADDRESS,
+    target: Annotated[
+        Path | None, typer.Option(help="Start this target here, instead of --address, and take its rounds apart.")
+    ] = None,
+    draft: Annotated[Path | None, typer.Option(help="The draft to start beside --target.")] = None,
+    transformers: Annotated[
+        bool, typer.Option("--transformers", help="With --target: run transformers' generate beside it.")
+    ] = False,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight at once.")] = 1,
+    requests: Annotated[int, typer.Option(min=1, help="Requests for each K.")] = 8,
+    prompts: Annotated[
+        Path | None, typer.Option(help="File of questions, one a line; absent: built-in ones.", exists=True)
+    ] = None,
+    random_tokens: Annotated[int, typer.Option(min=0, help="Prompts of this many random tokens instead.")] = 0,
+    random_vocabulary: Annotated[int, typer.Option(min=1, help="Random tokens are below this id.")] = 1000,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a request.")] = 128,
+    draft_tokens: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=0, help="K, once for each to measure; absent: 0 and the gateway's default, with --target 0 to 7."
+        ),
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of random prompts and of sampling.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures there too.")] = None,
+    target_flags: Annotated[str, typer.Option(help="With --target: further flags for the target.")] = "",
+    draft_flags: Annotated[str, typer.Option(help="With --target: further flags for the draft.")] = "",
+    gateway_flags: Annotated[str, typer.Option(help="With --target: further flags for the gateway.")] = "",
+) -> None:
+    """Measure time to first token, inter-token latency, tokens per second and acceptance, against K = 0.
+
+    With --target, one run on this machine gives transformers, K = 0 and each K beside each other, and what a round
+    takes outside the two models.
+    """
+    if target is None and (draft or transformers):
+        raise usage_error("--draft and --transformers need --target")
+    if target is not None and concurrency != 1:
+        raise usage_error(f"--concurrency: with --target one stream is measured, found {concurrency}")
+    try:
+        templates = (
+            load.random_prompts(requests, random_tokens, random_vocabulary, seed)
+            if random_tokens
+            else list(islice(cycle(load.questions(prompts)), requests))
+        )
+    except (OSError, ValueError) as error:
+        raise usage_error(f"--prompts: {error}") from error
+    for template in templates:
+        template.max_new_tokens = max_new_tokens
+        template.sampling.temperature = temperature
+        template.sampling.seed = seed
+    if target is None:
+        client.run(_load_gateway(address, templates, concurrency, draft_tokens or [0, None], json_file))
+        return
+    options = PairOptions(
+        target,
+        draft,
+        target_flags=shlex.split(target_flags),
+        draft_flags=shlex.split(draft_flags),
+        gateway_flags=shlex.split(gateway_flags),
+    )
+    chains = draft_tokens or (list(range(8)) if draft else [0])
+    try:
+        client.run(_take_apart(options, templates, chains, transformers, json_file))
+    except ServiceFailed as failed:
+        client.fail(str(failed))
+
+
+async def _load_gateway(
+    address: str,
+    requests: list[gateway_pb2.GenerateRequest],
+    concurrency: int,
+    chains: list[int] | list[int | None],
+    json_file: Path | None,
+) -> None:
+    async with client.connect(address) as channel:
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        measurements = [await load.measure(stub, requests, concurrency, chain) for chain in chains]
+    print(report.load_table(measurements))
+    figures = {"concurrency": concurrency, "loads": [measurement.as_json() for measurement in measurements]}
+    _write(json_file, report.machine() | figures)
+
+
+async def _take_apart(
+    options: PairOptions,
+    requests: list[gateway_pb2.GenerateRequest],
+    chains: list[int],
+    transformers: bool,
+    json_file: Path | None,
+) -> None:
+    result = await speed.take_apart(options, requests, chains, transformers)
+    print(report.speed_table(result))
+    _write(json_file, report.machine() | result.as_json())
+
+
+def _write(path: Path | None, figures: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=2) + "\n")

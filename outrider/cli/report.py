@@ -1,0 +1,98 @@
+"""Measurements as tables for people, and the machine that they were made on."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from outrider.cli.load import Measurement
+from outrider.cli.speed import Speed
+from outrider.cli.statistics import percentile, positions
+
+
+def machine() -> dict[str, Any]:
+    """When and on what: date in UTC, processor, usable cores, versions."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS", ""),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }
+
+
+def load_table(measurements: Sequence[Measurement]) -> str:
+    """One line for each load."""
+    header = ["K", "requests", "tok/s", "TTFT p50", "p99", "ITL p50", "p99", "acceptance length", "by position"]
+    rows = [
+        [
+            "default" if load.draft_tokens is None else str(load.draft_tokens),
+            str(len(load.generations)),
+            f"{load.tokens_per_second:.1f}",
+            *(_milliseconds(percentile(load.times_to_first_token, share)) for share in (0.5, 0.99)),
+            *(_milliseconds(percentile(load.inter_token_latencies, share)) for share in (0.5, 0.99)),
+            f"{load.acceptance.length:.2f}",
+            positions(load.acceptance),
+        ]
+        for load in measurements
+    ]
+    return _table(header, rows)
+
+
+def speed_table(speed: Speed) -> str:
+    """The machine, one line for each K with its round taken apart, and the best K."""
+    about = machine()
+    header = ["K", "tok/s", "x transformers", "acceptance length", "round", "target", "draft", "outside", "by position"]
+    rows = []
+    if speed.transformers is not None:
+        rows.append(["transformers", f"{speed.transformers:.1f}", "1.00", *[""] * 6])
+    for load in speed.measurements:
+        parts = speed.breakdowns.get(load.draft_tokens if load.draft_tokens is not None else -1)
+        times = (parts.round, parts.target_step, parts.draft_step, parts.outside) if parts else ()
+        rows.append(
+            [
+                str(load.draft_tokens),
+                f"{load.tokens_per_second:.1f}",
+                f"{load.tokens_per_second / speed.transformers:.2f}" if speed.transformers else "",
+                f"{load.acceptance.length:.2f}",
+                *([_milliseconds(seconds) for seconds in times] or [""] * 4),
+                positions(load.acceptance),
+            ]
+        )
+    best = max(speed.measurements, key=lambda load: load.tokens_per_second)
+    return "\n".join(
+        [
+            f"{about['date']}; {about['cpu']}, {about['cores']} cores; torch {about['torch']}; one stream",
+            _table(header, rows),
+            f"best K: {best.draft_tokens}. round: wall time in the running services; target, draft: their steps timed "
+            "alone, each in a process of its own; outside: the rest of the round.",
+        ]
+    )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [header, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def _cpu() -> str:
+    """The processor's name as the kernel has it."""
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        for line in information.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
