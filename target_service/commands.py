@@ -1,0 +1,168 @@
+"""What a session asks of the engine, and what the engine answers: plain data, checked before it gets here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from kernels.sampling import SamplingParams
+
+from outrider.v1 import common_pb2
+from target_service.logprobs import TokenLogprobs
+from target_service.verification import EndingRules
+
+
+class Session(Protocol):
+    """Who opened a sequence and takes its events; called on the event loop."""
+
+    def take(self, events: list[Event], stats: Stats) -> None:
+        """Events of this session's sequences, in order within a sequence, and what the newest step did."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuxRequest:
+    """Which hidden states to emit, and how; no boundaries: none."""
+
+    boundaries: tuple[int, ...] = ()
+    transport: common_pb2.Transport = common_pb2.TRANSPORT_INLINE
+    draft_instance_id: str = ""
+    first_position: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Starts a sequence. `token_ids` is int64 [n]; `received` is when it arrived, by time.monotonic."""
+
+    session: Session
+    sequence_id: int
+    token_ids: torch.Tensor
+    num_generated: int
+    sampling: SamplingParams
+    ending: EndingRules
+    top_logprobs: int | None
+    top_prompt_logprobs: int | None
+    aux: AuxRequest
+    arrival_unix_us: int
+    request_id: str
+    received: float
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """Verifies a chain; `aux` None keeps what was asked for before."""
+
+    session: Session
+    sequence_id: int
+    draft_token_ids: list[int]
+    aux: AuxRequest | None
+    received: float
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Frees a sequence, or nothing where there is none."""
+
+    session: Session
+    sequence_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """A command for this sequence was bad: the sequence ends with the error."""
+
+    session: Session
+    sequence_id: int
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class RowsWritten:
+    """Inline rows of one prefill chunk have left for the peer."""
+
+    session: Session
+    sequence_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndSession:
+    """The stream is gone, and with it all that it opened."""
+
+    session: Session
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """From now on no sequence is opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expel:
+    """All sequences end with DRAINING."""
+
+
+Command = Open | Advance | Close | Reject | RowsWritten | EndSession | Drain | Expel
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Hidden states at consecutive positions: rows [n, num_boundaries * hidden_size], or where they lie."""
+
+    first_position: int
+    tensor: torch.Tensor | None = None
+    reference: common_pb2.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How long a command waited for its step, and how long the step took on the device, in seconds."""
+
+    queue: float = 0.0
+    compute: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A part of the prompt was computed: all tokens below `num_computed` now are."""
+
+    sequence_id: int
+    num_computed: int
+    rows: Rows | None
+    prompt_logprobs: list[TokenLogprobs]
+    first_logprob_position: int
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Advanced:
+    """Tokens were emitted."""
+
+    sequence_id: int
+    token_ids: list[int]
+    num_accepted: int
+    rows: Rows | None
+    logprobs: list[TokenLogprobs]
+    finish_reason: common_pb2.FinishReason
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The sequence ended with an error and is freed."""
+
+    sequence_id: int
+    error: Exception
+
+
+Event = Prefilled | Advanced | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What the newest step did; `compute` in seconds."""
+
+    batch_size: int = 0
+    num_tokens: int = 0
+    compute: float = 0.0
+    queue_depth: int = 0
+    kv_cache_usage: float = 0.0

@@ -1,0 +1,105 @@
+"""From a step's results to the events of its sequences."""
+
+from __future__ import annotations
+
+import torch
+from kernels.sampling import NO_TOKEN
+
+from outrider.errors import Internal, InvalidArgument, OutriderError
+from outrider.v1 import common_pb2
+from target_service.aux import RowSender
+from target_service.commands import Advanced, Prefilled, Timing
+from target_service.logprobs import TokenLogprobs, token_logprobs
+from target_service.metrics import TargetMetrics
+from target_service.models import ForwardOutput, Model
+from target_service.roster import Roster
+from target_service.scheduler import Work
+from target_service.sequence import Sequence
+from target_service.verification import verify_chain
+
+# Prompt rows whose logits exist at once where a prompt's log-probabilities are wanted.
+LOGPROB_ROWS = 64
+
+
+class Emitter:
+    """Accepts chains, takes emitted tokens into their sequences, and hands the events to the roster."""
+
+    def __init__(self, model: Model, roster: Roster, sender: RowSender, metrics: TargetMetrics) -> None:
+        self._model = model
+        self._roster = roster
+        self._sender = sender
+        self._metrics = metrics
+
+    def prefilled(self, work: Work, output: ForwardOutput, row: int, began: float, compute: float) -> None:
+        """A chunk of a prompt whose first row is `row` of the step's."""
+        sequence = work.sequence
+        sequence.computed = work.start + work.count
+        # Rows pair with prompt tokens; the last row's token is emitted with Advanced, and so is the row.
+        paired = work.count - work.ends_prompt
+        rows = self._sender.send(sequence, output.aux, row, work.start, paired)
+        if rows is not None and rows.tensor is not None:
+            sequence.unwritten_chunks += 1
+        logprobs = self._prompt_logprobs(sequence, output.hidden[row : row + paired], work.start)
+        timing = Timing(began - sequence.open.received, compute)
+        self._metrics.prompt_tokens(work.count)
+        self._roster.put(
+            sequence,
+            Prefilled(sequence.open.sequence_id, sequence.computed, rows, logprobs, work.start + 1, timing),
+        )
+
+    def advanced(
+        self,
+        work: Work,
+        output: ForwardOutput,
+        row: int,
+        logits: torch.Tensor,
+        choices: list[int],
+        began: float,
+        compute: float,
+    ) -> None:
+        """A chain, or the last row of a prompt: logits and choices are its own, `row` its first row of the step's."""
+        sequence, advance = work.sequence, work.sequence.advance
+        chain = advance.draft_token_ids if advance else []
+        # Rows that could only choose tokens past the sequence's end were left out, and are never reached.
+        choices = choices + [NO_TOKEN] * (len(chain) + 1 - len(choices))
+        try:
+            verdict = verify_chain(
+                chain, choices, sequence.open.ending, num_generated=sequence.num_generated, length=sequence.length
+            )
+        except ValueError as error:
+            self._roster.fail(sequence, _no_choice(error, logits))
+            return
+        emitted, finish = verdict.token_ids, verdict.finish_reason
+        rows = self._sender.send(sequence, output.aux, row, sequence.length - 1, len(emitted))
+        logprobs: list[TokenLogprobs] = []
+        if sequence.open.top_logprobs is not None:
+            num_top = [sequence.open.top_logprobs] * len(emitted)
+            logprobs = token_logprobs(logits[: len(emitted)], emitted, num_top)
+        timing = Timing(began - (advance or sequence.open).received, compute)
+        self._roster.put(
+            sequence,
+            Advanced(sequence.open.sequence_id, emitted, verdict.num_accepted, rows, logprobs, finish, timing),
+        )
+        self._metrics.generation_tokens(len(emitted))
+        sequence.append(emitted)
+        sequence.advance, sequence.idle_since = None, began + compute
+        if finish != common_pb2.FINISH_REASON_UNSPECIFIED:
+            self._roster.release(sequence)
+
+    def _prompt_logprobs(self, sequence: Sequence, hidden: torch.Tensor, start: int) -> list[TokenLogprobs]:
+        """Of the prompt tokens at start + 1 and on, one for each row of `hidden`."""
+        top = sequence.open.top_prompt_logprobs
+        if top is None:
+            return []
+        next_ids = sequence.open.token_ids[start + 1 : start + 1 + len(hidden)]
+        parts = zip(hidden.split(LOGPROB_ROWS), next_ids.split(LOGPROB_ROWS), strict=True)
+        return [
+            entry
+            for rows, ids in parts
+            for entry in token_logprobs(self._model.logits(rows), ids.tolist(), [top] * len(ids))
+        ]
+
+
+def _no_choice(error: ValueError, logits: torch.Tensor) -> OutriderError:
+    """Why a row left no token: the caller's parameters, or a model that is broken."""
+    return Internal(str(error)) if bool(logits.isnan().any()) else InvalidArgument("open.sampling", str(error))

@@ -1,0 +1,73 @@
+"""From the engine's events to messages."""
+
+from __future__ import annotations
+
+from outrider.errors import to_status
+from outrider.tensors import encode
+from outrider.v1 import common_pb2, target_pb2
+from target_service.commands import Advanced, Event, Failed, Prefilled, Rows, Stats
+from target_service.logprobs import TokenLogprobs
+
+_MICROSECONDS = 1_000_000
+
+
+def verify_response(batch: tuple[list[Event], Stats]) -> target_pb2.VerifyResponse:
+    """One message of events, in their order."""
+    events, stats = batch
+    return target_pb2.VerifyResponse(events=map(_event_message, events), stats=_stats_message(stats))
+
+
+def _event_message(event: Event) -> target_pb2.TargetEvent:
+    """One event."""
+    if isinstance(event, Failed):
+        return target_pb2.TargetEvent(sequence_id=event.sequence_id, error=to_status(event.error))
+    message = target_pb2.TargetEvent(
+        sequence_id=event.sequence_id,
+        queue_us=max(int(event.timing.queue * _MICROSECONDS), 0),
+        compute_us=int(event.timing.compute * _MICROSECONDS),
+    )
+    if isinstance(event, Advanced):
+        _fill_advanced(message.advanced, event)
+    else:
+        _fill_prefilled(message.prefilled, event)
+    return message
+
+
+def _stats_message(stats: Stats) -> target_pb2.StepStats:
+    """What the newest step did."""
+    return target_pb2.StepStats(
+        batch_size=stats.batch_size,
+        num_tokens=stats.num_tokens,
+        compute_us=int(stats.compute * _MICROSECONDS),
+        queue_depth=stats.queue_depth,
+        kv_cache_usage=stats.kv_cache_usage,
+    )
+
+
+def _fill_advanced(message: target_pb2.TargetEvent.Advanced, event: Advanced) -> None:
+    message.token_ids.extend(event.token_ids)
+    message.num_accepted = event.num_accepted
+    message.finish_reason = event.finish_reason
+    if event.rows is not None:
+        _fill_rows(message.hidden_states, event.rows)
+    message.logprobs.extend(map(_logprobs_message, event.logprobs))
+
+
+def _fill_prefilled(message: target_pb2.TargetEvent.Prefilled, event: Prefilled) -> None:
+    message.num_computed = event.num_computed
+    if event.rows is not None:
+        _fill_rows(message.hidden_states, event.rows)
+    if event.logprobs:
+        message.prompt_logprobs.extend(map(_logprobs_message, event.logprobs))
+        message.first_logprob_position = event.first_logprob_position
+
+
+def _fill_rows(message: common_pb2.HiddenStates, rows: Rows) -> None:
+    message.first_position = rows.first_position
+    tensor = rows.reference if rows.tensor is None else encode(rows.tensor)
+    message.tensor.CopyFrom(tensor)
+
+
+def _logprobs_message(entry: TokenLogprobs) -> common_pb2.TokenLogprobs:
+    top = [common_pb2.TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in entry.top]
+    return common_pb2.TokenLogprobs(logprob=entry.logprob, rank=entry.rank, top=top)

@@ -1,0 +1,152 @@
+"""The engine: takes commands in, and computes one step after the other."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+from kernels.sampling import ChainRows, choose_tokens
+
+from outrider.errors import Internal
+from outrider.pages import PageAllocator
+from target_service.attach import Buffers
+from target_service.aux import RowSender, wanted_boundaries
+from target_service.batch import PageTables, build_batch
+from target_service.commands import Command, Stats
+from target_service.emission import Emitter
+from target_service.limits import Limits
+from target_service.metrics import TargetMetrics
+from target_service.models import ForwardOutput, Model
+from target_service.pace import Pace
+from target_service.roster import Roster
+from target_service.scheduler import Plan, Scheduler, Work
+
+log = logging.getLogger(__name__)
+
+
+class TargetEngine:
+    """The model, its cache and all sequences. Runs in one thread; `deliver` calls a function on the event loop."""
+
+    def __init__(
+        self,
+        model: Model,
+        limits: Limits,
+        num_pages: int,
+        buffers: Buffers,
+        metrics: TargetMetrics,
+        deliver: Callable[..., None],
+    ) -> None:
+        self._model = model
+        self._cache = model.new_kv_cache(num_pages)
+        self.pages = PageAllocator(num_pages, self._cache.page_size)
+        self.scheduler = Scheduler(limits, self.pages)
+        longest = self.pages.pages_for(limits.max_sequence_length + limits.max_draft_tokens)
+        self._tables = PageTables(limits.max_sequences, longest)
+        self.roster = Roster(self.scheduler, buffers, metrics, deliver)
+        self._emitter = Emitter(model, self.roster, RowSender(buffers, metrics), metrics)
+        self._pace = Pace(self.scheduler)
+        self._buffers = buffers
+        self._metrics = metrics
+        self._plan = Plan()
+        self._stats = Stats()
+
+    def apply(self, commands: list[Command]) -> None:
+        """Takes commands in, in order."""
+        for command in commands:
+            self.roster.apply(command)
+
+    def idle_seconds(self) -> float | None:
+        """How long a step has nothing to do: 0 for not at all, None for until a command comes."""
+        now = time.monotonic()
+        times = [at for at in (self._pace.start(now), self.scheduler.next_expiry()) if at is not None]
+        return max(min(times) - now, 0.0) if times else None
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Schedules, runs the model, chooses tokens, accepts chains and emits."""
+        began = time.monotonic()
+        if (start := self._pace.start(began)) is None or start <= began:
+            self._plan = plan = self.scheduler.plan(began)
+            for sequence in plan.preempted:
+                self.roster.lose(sequence)
+            if plan.work:
+                self._aim(plan)
+                output = self._forward(plan)
+                logits, choices = self._choose(plan, output)
+                self._measure(plan, began)
+                self._emit(plan, output, logits, choices, began)
+        self.roster.flush(self._stats)
+
+    def on_failure(self, error: Exception) -> None:
+        """A step raised: the sequences in it end with INTERNAL, the others go on."""
+        failed = [work.sequence for work in self._plan.work if work.sequence.key in self.roster.sequences]
+        for sequence in failed:
+            log.error("%s was in the failed step", sequence)
+            self.roster.fail(sequence, Internal(f"the step failed: {type(error).__name__}: {error}"))
+        self._plan = Plan()
+        self.roster.flush(self._stats)
+
+    def _aim(self, plan: Plan) -> None:
+        """From this step on, hidden states go where an advance says."""
+        for work in plan.work:
+            sequence, advance = work.sequence, work.sequence.advance
+            if advance is not None and advance.aux is not None and advance.aux != sequence.aux:
+                self._buffers.abandon(sequence)
+                sequence.aux = advance.aux
+
+    def _forward(self, plan: Plan) -> ForwardOutput:
+        batch = build_batch(plan.work, self._tables)
+        return self._model.forward(batch, self._cache, wanted_boundaries(plan.work))
+
+    def _choose(self, plan: Plan, output: ForwardOutput) -> tuple[torch.Tensor, list[int]]:
+        """Logits [R, V] of the rows that choose a token, in the order of the plan, and the tokens they choose."""
+        rows = _choosing_rows(plan)
+        hidden = output.hidden if len(rows) == len(output.hidden) else output.hidden[rows]
+        logits = self._model.logits(hidden)
+        return logits, choose_tokens(logits, [_chain(work) for work in plan.work if work.num_choices])
+
+    def _measure(self, plan: Plan, began: float) -> None:
+        compute = time.monotonic() - began
+        self._pace.stepped(compute)
+        waiting = len(self.scheduler.waiting)
+        self._stats = Stats(len(plan.work), plan.num_rows, compute, waiting, self.pages.usage)
+        self._metrics.stepped(self._stats)
+
+    def _emit(
+        self, plan: Plan, output: ForwardOutput, logits: torch.Tensor, choices: list[int], began: float
+    ) -> None:
+        row = chosen = 0
+        compute = self._stats.compute
+        for work in plan.work:
+            if not work.verifies:
+                self._emitter.prefilled(work, output, row, began, compute)
+            if count := work.num_choices:
+                own = slice(chosen, chosen + count)
+                self._emitter.advanced(work, output, row + work.count - count, logits[own], choices[own], began, compute)
+                chosen += count
+            row += work.count
+
+
+def _choosing_rows(plan: Plan) -> list[int]:
+    """Rows of the step that choose a token: all of a chain's, the last of a prompt."""
+    rows: list[int] = []
+    end = 0
+    for work in plan.work:
+        end += work.count
+        rows += range(end - work.num_choices, end)
+    return rows
+
+
+def _chain(work: Work) -> ChainRows:
+    sequence = work.sequence
+    draft_token_ids = sequence.advance.draft_token_ids[: work.count - 1] if sequence.advance is not None else ()
+    return ChainRows(
+        sequence.open.sampling,
+        first_position=sequence.length,
+        draft_token_ids=draft_token_ids,
+        history=sequence.history,
+        masked_token_ids=sequence.masked_token_ids,
+        num_masked_rows=sequence.open.ending.min_new_tokens - sequence.num_generated,
+    )

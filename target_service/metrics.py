@@ -1,0 +1,97 @@
+"""What a target counts. All series exist, at zero, from the start."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from outrider.metrics import PREFIX, STEP_BUCKETS
+from outrider.v1 import common_pb2
+from target_service.commands import Stats
+
+_TRANSPORTS = {
+    common_pb2.TRANSPORT_INLINE: "inline",
+    common_pb2.TRANSPORT_SHARED_MEMORY: "shared_memory",
+    common_pb2.TRANSPORT_CUDA_IPC: "cuda_ipc",
+}
+_ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+class TargetMetrics:
+    """The series of one target, labelled with the name of its model. Any thread."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        labels = {"model_name": model_name}
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(PREFIX + name, text, list(labels), registry=registry).labels(**labels)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(PREFIX + name, text, list(labels), registry=registry).labels(**labels)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(PREFIX + name, text, list(labels), buckets=buckets, registry=registry).labels(**labels)
+
+        self._running = gauge("num_requests_running", "Sequences that hold pages")
+        self._waiting = gauge("num_requests_waiting", "Sequences that wait for pages")
+        self._cache_usage = gauge("kv_cache_usage_perc", "Fraction of the key-value cache in use, 0 to 1")
+        self._unreleased = gauge("unreleased_slices", "Slices of hidden states that no reader has released")
+        self._attached = gauge("attached_drafts", "Drafts that have buffers of this target open")
+        self._preemptions = counter("num_preemptions", "Sequences that lost their pages")
+        self._refused = counter("num_requests_refused", "Opens that found the queue full")
+        self._failed = counter("num_sequences_failed", "Sequences that ended with any other error")
+        self._prompt = counter("prompt_tokens", "Prompt tokens computed, reopened ones included")
+        self._generation = counter("generation_tokens", "Tokens emitted")
+        self._step_time = histogram("step_duration_seconds", "Time of an engine step on the device", STEP_BUCKETS)
+        self._step_rows = histogram("step_num_tokens", "Tokens run through the model in a step", _ROW_BUCKETS)
+        self._step_sequences = histogram("step_batch_size", "Sequences in a step", _ROW_BUCKETS)
+        hidden = Counter(
+            PREFIX + "hidden_state_bytes",
+            "Bytes of auxiliary hidden states emitted",
+            [*labels, "transport"],
+            registry=registry,
+        )
+        self._hidden = {number: hidden.labels(**labels, transport=name) for number, name in _TRANSPORTS.items()}
+
+    def load(self, running: int, waiting: int, cache_usage: float) -> None:
+        """Who is here now."""
+        self._running.set(running)
+        self._waiting.set(waiting)
+        self._cache_usage.set(cache_usage)
+
+    def stepped(self, stats: Stats) -> None:
+        """A step was computed."""
+        self._step_time.observe(stats.compute)
+        self._step_rows.observe(stats.num_tokens)
+        self._step_sequences.observe(stats.batch_size)
+
+    def prompt_tokens(self, count: int) -> None:
+        """Prompt tokens were computed."""
+        self._prompt.inc(count)
+
+    def generation_tokens(self, count: int) -> None:
+        """Tokens were emitted."""
+        self._generation.inc(count)
+
+    def preempted(self) -> None:
+        """A sequence lost its pages."""
+        self._preemptions.inc()
+
+    def refused(self) -> None:
+        """The queue was full."""
+        self._refused.inc()
+
+    def failed(self) -> None:
+        """A sequence ended with an error of its own."""
+        self._failed.inc()
+
+    def hidden_state_bytes(self, transport: common_pb2.Transport, size: int) -> None:
+        """Rows were emitted."""
+        self._hidden[transport].inc(size)
+
+    def attached(self, drafts: int) -> None:
+        """How many drafts have buffers open."""
+        self._attached.set(drafts)
+
+    def unreleased_slices(self, count: int) -> None:
+        """How many slices wait for their readers."""
+        self._unreleased.set(count)

@@ -1,0 +1,171 @@
+"""Who is here: the sequences of all sessions, and what commands do to them between steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from outrider.errors import DRAINING, PREEMPTED, QUEUE_FULL, InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from target_service.attach import Buffers
+from target_service.batch import PageTables
+from target_service.commands import (
+    Advance,
+    Close,
+    Command,
+    Drain,
+    EndSession,
+    Event,
+    Expel,
+    Failed,
+    Open,
+    Reject,
+    RowsWritten,
+    Session,
+    Stats,
+)
+from target_service.metrics import TargetMetrics
+from target_service.scheduler import Scheduler
+from target_service.sequence import Key, Sequence
+
+log = logging.getLogger(__name__)
+
+
+class Roster:
+    """All sequences by session and id, and the events that wait to go to their sessions."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        tables: PageTables,
+        buffers: Buffers,
+        metrics: TargetMetrics,
+        deliver: Callable[..., None],
+    ) -> None:
+        self.sequences: dict[Key, Sequence] = {}
+        self.draining = False
+        self._scheduler = scheduler
+        self._tables = tables
+        self._buffers = buffers
+        self._metrics = metrics
+        self._deliver = deliver
+        self._opened = 0
+        self._outgoing: dict[Session, list[Event]] = {}
+
+    def apply(self, command: Command) -> None:
+        """Does what a command says. What is wrong with it ends its sequence alone."""
+        match command:
+            case Advance():
+                self._advance(command)
+            case Open():
+                self._open(command)
+            case Close():
+                if sequence := self._find(command):
+                    self.release(sequence)
+            case RowsWritten():
+                if sequence := self._find(command):
+                    sequence.unwritten_chunks -= 1
+            case Reject():
+                self._reject(command)
+            case EndSession():
+                for sequence in [s for s in self.sequences.values() if s.open.session is command.session]:
+                    self.release(sequence)
+                self._outgoing.pop(command.session, None)
+            case Drain():
+                self.draining = True
+                for sequence in list(self._scheduler.waiting):
+                    self.fail(sequence, _draining())
+            case Expel():
+                for sequence in list(self.sequences.values()):
+                    self.fail(sequence, _draining())
+
+    def put(self, sequence: Sequence, event: Event) -> None:
+        """Keeps an event for the sequence's session until `flush`."""
+        self._outgoing.setdefault(sequence.open.session, []).append(event)
+
+    def fail(self, sequence: Sequence, error: Exception) -> None:
+        """Ends a sequence with an error."""
+        self.release(sequence)
+        self.put(sequence, Failed(sequence.open.sequence_id, error))
+
+    def lose(self, sequence: Sequence) -> None:
+        """Ends a sequence whose pages the scheduler has taken."""
+        log.info("sequence %s preempted at %d tokens", sequence, sequence.length)
+        self._metrics.preempted()
+        self._forget(sequence)
+        self.put(
+            sequence,
+            Failed(sequence.open.sequence_id, ResourceExhausted("preempted: its pages were needed", PREEMPTED, 0)),
+        )
+
+    def release(self, sequence: Sequence) -> None:
+        """Frees a sequence: its id, place, pages and slices."""
+        self._scheduler.release(sequence)
+        self._forget(sequence)
+
+    def flush(self, stats: Stats) -> None:
+        """Sends what waits, in one delivery a session."""
+        for session, events in self._outgoing.items():
+            self._deliver(session.take, events, stats)
+        self._outgoing.clear()
+        self._metrics.load(len(self._scheduler.active), len(self._scheduler.waiting), self._scheduler.pages.usage)
+
+    def _open(self, command: Open) -> None:
+        if (command.session, command.sequence_id) in self.sequences:
+            self._reject(Reject(command.session, command.sequence_id, _used_twice()))
+            return
+        if self.draining:
+            self._answer(command.session, command.sequence_id, _draining())
+            return
+        self._opened += 1
+        sequence = Sequence.of(command, self._opened)
+        self.sequences[sequence.key] = sequence
+        if (refused := self._scheduler.enqueue(sequence)) is not None:
+            self._metrics.refused()
+            self._forget(refused)
+            self._answer(refused.open.session, refused.open.sequence_id, _queue_full(self._scheduler))
+
+    def _advance(self, command: Advance) -> None:
+        sequence = self._find(command)
+        if sequence is None:
+            self._answer(command.session, command.sequence_id, _unknown(command.sequence_id))
+        elif sequence.idle_since is None:
+            self.fail(sequence, _early(sequence))
+        else:
+            sequence.advance, sequence.idle_since = command, None
+
+    def _reject(self, command: Reject) -> None:
+        if sequence := self._find(command):
+            self.fail(sequence, command.error)
+        else:
+            self._answer(command.session, command.sequence_id, command.error)
+
+    def _answer(self, session: Session, sequence_id: int, error: Exception) -> None:
+        self._outgoing.setdefault(session, []).append(Failed(sequence_id, error))
+
+    def _find(self, command: Advance | Close | RowsWritten | Reject) -> Sequence | None:
+        return self.sequences.get((command.session, command.sequence_id))
+
+    def _forget(self, sequence: Sequence) -> None:
+        del self.sequences[sequence.key]
+        self._buffers.abandon(sequence)
+
+
+def _draining() -> Unavailable:
+    return Unavailable("this target is shutting down", DRAINING)
+
+
+def _queue_full(scheduler: Scheduler) -> ResourceExhausted:
+    return ResourceExhausted(f"{len(scheduler.waiting)} sequences are waiting, which is all the queue takes", QUEUE_FULL)
+
+
+def _unknown(sequence_id: int) -> NotFound:
+    return NotFound(f"advance: sequence {sequence_id} is not open in this session")
+
+
+def _used_twice() -> InvalidArgument:
+    return InvalidArgument("sequence_id", "this sequence is open already; a second open frees both")
+
+
+def _early(sequence: Sequence) -> InvalidArgument:
+    owed = "the last advance" if sequence.advance is not None else "the open"
+    return InvalidArgument("advance", f"expected no command before {owed} is answered")

@@ -1,0 +1,78 @@
+"""One sequence that a target holds or is asked to hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kernels.penalties import TokenHistory
+from target_service.commands import Advance, AuxRequest, Open
+
+Key = tuple[object, int]  # session, sequence id
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Tokens 0 to length - 1 are known. Keys and values exist for the first `computed`; the rest is rows to come."""
+
+    open: Open
+    # (arrival_unix_us, order of open): who came first is admitted first and preempted last.
+    age: tuple[int, int]
+    aux: AuxRequest
+    length: int
+    history: TokenHistory | None
+    # End and stop tokens, which may not be chosen below min_new_tokens.
+    masked_token_ids: tuple[int, ...]
+    last_token: int
+    num_generated: int
+    computed: int = 0
+    # The row of the page tables and the pages, while admitted.
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    advance: Advance | None = None
+    # Since when the caller owes a command; None while prefilling or with a command waiting.
+    idle_since: float | None = None
+    # Inline prefill chunks handed to the session and not yet written.
+    unwritten_chunks: int = 0
+
+    @classmethod
+    def of(cls, command: Open, order: int) -> Sequence:
+        """The sequence that `command` starts, the `order`-th opened here."""
+        tokens, generated = command.token_ids, command.num_generated
+        num_prompt = len(tokens) - generated
+        history = None
+        if command.sampling.has_penalties:
+            history = TokenHistory(tokens[:num_prompt].numpy(), tokens[num_prompt:].tolist())
+        return cls(
+            open=command,
+            age=(command.arrival_unix_us, order),
+            aux=command.aux,
+            length=len(tokens),
+            history=history,
+            masked_token_ids=tuple(sorted(command.ending.ending_token_ids)),
+            last_token=int(tokens[-1]),
+            num_generated=generated,
+        )
+
+    @property
+    def key(self) -> Key:
+        """Names the sequence among those of all sessions."""
+        return self.open.session, self.open.sequence_id
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens that came with the open, reopened ones included."""
+        return len(self.open.token_ids)
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether tokens of the prompt are still to be computed."""
+        return self.computed < self.num_prompt
+
+    def append(self, token_ids: list[int]) -> None:
+        """Takes emitted tokens in; keys and values are then there for all but the last."""
+        self.length += len(token_ids)
+        self.computed = self.length - 1
+        self.num_generated += len(token_ids)
+        self.last_token = token_ids[-1]
+        if self.history is not None:
+            self.history.append(token_ids)
