@@ -21,6 +21,8 @@ class Slice:
 class Buffers:
     """The buffers of all attached drafts."""
 
+    num_unreleased = 0
+
     def take(self, sequence: Sequence, size: int) -> Slice | None:
         """Room for `size` bytes in a buffer that the sequence's reader has open; None where there is none."""
         return None

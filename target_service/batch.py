@@ -14,19 +14,13 @@ class PageTables:
 
     def __init__(self, max_sequences: int, max_pages: int) -> None:
         self.rows = torch.zeros(max_sequences, max_pages, dtype=torch.int32)
-        # Pages of each row that are already written.
-        self._written: list[int] = [0] * max_sequences
 
     def update(self, sequence: Sequence) -> None:
         """Writes the pages that a sequence got since the last step."""
-        written, pages = self._written[sequence.slot], sequence.pages
+        written, pages = sequence.tabled_pages, sequence.pages
         if len(pages) > written:
             self.rows[sequence.slot, written : len(pages)] = torch.tensor(pages[written:], dtype=torch.int32)
-            self._written[sequence.slot] = len(pages)
-
-    def clear(self, slot: int) -> None:
-        """The row's sequence is gone."""
-        self._written[slot] = 0
+            sequence.tabled_pages = len(pages)
 
 
 def build_batch(work: list[Work], tables: PageTables) -> ForwardBatch:

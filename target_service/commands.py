@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from kernels.sampling import SamplingParams
 
+from kernels.sampling import SamplingParams
 from outrider.v1 import common_pb2
 from target_service.logprobs import TokenLogprobs
 from target_service.verification import EndingRules

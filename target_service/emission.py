@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from kernels.sampling import NO_TOKEN
 
+from kernels.sampling import NO_TOKEN
 from outrider.errors import Internal, InvalidArgument, OutriderError
 from outrider.v1 import common_pb2
 from target_service.aux import RowSender

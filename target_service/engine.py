@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 import torch
-from kernels.sampling import ChainRows, choose_tokens
 
+from kernels.sampling import ChainRows, choose_tokens
 from outrider.errors import Internal
 from outrider.pages import PageAllocator
 from target_service.attach import Buffers
@@ -47,7 +47,7 @@ class TargetEngine:
         self.roster = Roster(self.scheduler, buffers, metrics, deliver)
         self._emitter = Emitter(model, self.roster, RowSender(buffers, metrics), metrics)
         self._pace = Pace(self.scheduler)
-        self._buffers = buffers
+        self.buffers = buffers
         self._metrics = metrics
         self._plan = Plan()
         self._stats = Stats()
@@ -93,7 +93,7 @@ class TargetEngine:
         for work in plan.work:
             sequence, advance = work.sequence, work.sequence.advance
             if advance is not None and advance.aux is not None and advance.aux != sequence.aux:
-                self._buffers.abandon(sequence)
+                self.buffers.abandon(sequence)
                 sequence.aux = advance.aux
 
     def _forward(self, plan: Plan) -> ForwardOutput:
@@ -114,9 +114,7 @@ class TargetEngine:
         self._stats = Stats(len(plan.work), plan.num_rows, compute, waiting, self.pages.usage)
         self._metrics.stepped(self._stats)
 
-    def _emit(
-        self, plan: Plan, output: ForwardOutput, logits: torch.Tensor, choices: list[int], began: float
-    ) -> None:
+    def _emit(self, plan: Plan, output: ForwardOutput, logits: torch.Tensor, choices: list[int], began: float) -> None:
         row = chosen = 0
         compute = self._stats.compute
         for work in plan.work:
@@ -124,7 +122,9 @@ class TargetEngine:
                 self._emitter.prefilled(work, output, row, began, compute)
             if count := work.num_choices:
                 own = slice(chosen, chosen + count)
-                self._emitter.advanced(work, output, row + work.count - count, logits[own], choices[own], began, compute)
+                self._emitter.advanced(
+                    work, output, row + work.count - count, logits[own], choices[own], began, compute
+                )
                 chosen += count
             row += work.count
 

@@ -155,7 +155,9 @@ def _draining() -> Unavailable:
 
 
 def _queue_full(scheduler: Scheduler) -> ResourceExhausted:
-    return ResourceExhausted(f"{len(scheduler.waiting)} sequences are waiting, which is all the queue takes", QUEUE_FULL)
+    return ResourceExhausted(
+        f"{len(scheduler.waiting)} sequences are waiting, which is all the queue takes", QUEUE_FULL
+    )
 
 
 def _unknown(sequence_id: int) -> NotFound:

@@ -28,6 +28,8 @@ class Sequence:
     # The row of the page tables and the pages, while admitted.
     slot: int = -1
     pages: list[int] = field(default_factory=list)
+    # How many of the pages stand in the page tables.
+    tabled_pages: int = 0
     advance: Advance | None = None
     # Since when the caller owes a command; None while prefilling or with a command waiting.
     idle_since: float | None = None

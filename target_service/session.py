@@ -45,6 +45,11 @@ class VerifySession:
             self._submit(RowsWritten(self, sequence_id))
         return await self._outbox.next_events()
 
+    @property
+    def idle(self) -> bool:
+        """Whether every event has been taken by the writer."""
+        return self._outbox.empty
+
     def end(self) -> None:
         """The stream is over, and with it everything opened on it."""
         self._submit(EndSession(self))
@@ -81,9 +86,14 @@ class SessionOutbox:
         leaving, self._leaving = self._leaving, None
         return leaving
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing waits."""
+        return not self._small and not self._held
+
     async def next_events(self) -> tuple[list[Event], Stats]:
         """All small events that wait, then at most one piece of prompt rows; waits until there is any."""
-        while not self._small and not self._held:
+        while self.empty:
             self._ready.clear()
             await self._ready.wait()
         events = list(self._small)

@@ -1,9 +1,9 @@
-"""The embedding and the head for drafts that lack their own, and the fingerprint of both."""
+"""The embedding and the head, for drafts that lack their own, and the fingerprint of both."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -14,30 +14,60 @@ from target_service.models import Model
 
 CHUNK_BYTES = 1 << 20
 
-_Request = target_pb2.FetchSharedWeightsRequest
+_EMBEDDING = target_pb2.FetchSharedWeightsRequest.SHARED_TENSOR_EMBED_TOKENS
+_HEAD = target_pb2.FetchSharedWeightsRequest.SHARED_TENSOR_LM_HEAD
 
 
 class SharedWeights:
-    """What FetchSharedWeights sends. Digests are computed once, at start."""
+    """Tensors as the checkpoint stores them. A tied head is the embedding."""
 
     def __init__(self, model: Model) -> None:
+        embedding = SharedTensor(model.embed_weight)
         tied = model.config.tie_word_embeddings
-        embedding = model.embed_weight
-        head = embedding if tied else model.head_weight
-        self._tensors = {_Request.SHARED_TENSOR_EMBED_TOKENS: embedding, _Request.SHARED_TENSOR_LM_HEAD: head}
-        digests = [hashlib.sha256(tensor_bytes(tensor)).hexdigest() for tensor in ([embedding] if tied else [embedding, head])]
-        self._digests = dict(zip(self._tensors, digests * (2 if tied else 1), strict=True))
+        head = embedding if tied else SharedTensor(model.head_weight)
+        self._tensors = {_EMBEDDING: embedding, _HEAD: head}
         self.fingerprint = _fingerprint([embedding] if tied else [embedding, head])
 
-    def chunks(self, request: target_pb2.FetchSharedWeightsRequest) -> Iterator[target_pb2.FetchSharedWeightsResponse]:
-        """The tensor asked for, from `offset` on, always inline; the last message carries the SHA-256.
+    def tensor(self, number: target_pb2.FetchSharedWeightsRequest.SharedTensor.ValueType) -> SharedTensor:
+        """The tensor of that number. Raises InvalidArgument where there is none."""
+        if number not in self._tensors:
+            raise InvalidArgument("tensor", f"expected SHARED_TENSOR_EMBED_TOKENS or _LM_HEAD, found {number}")
+        return self._tensors[number]
 
-        Raises InvalidArgument for a tensor that does not exist and for an offset beyond its end.
+
+class SharedTensor:
+    """One tensor that is sent in chunks."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype = DTYPE_NUMBERS[tensor.dtype]
+        self.shape = tuple(tensor.shape)
+        self.data = tensor_bytes(tensor)
+        self.sha256 = hashlib.sha256(self.data).hexdigest()
+
+    def messages(self, offset: int) -> Iterator[target_pb2.FetchSharedWeightsResponse]:
+        """All bytes from `offset` on, inline; the last message carries the digest of the whole tensor.
+
+        Raises InvalidArgument for an offset past the end.
         """
-        tensor = self._tensors.get(request.tensor)
-        if tensor is None:
-            raise InvalidArgument("tensor", f"expected embed_tokens or lm_head, found {request.tensor}")
-        data = tensor_bytes(tensor)
-        if request.offset > len(data):
-            raise InvalidArgument("offset", f"expected at most the tensor's {len(data)} bytes, found {request.offset}")
-        return self._messages(request.tensor, tensor, data, request.offset)
+        size = len(self.data)
+        if offset > size:
+            raise InvalidArgument("offset", f"expected at most the tensor's {size} bytes, found {offset}")
+        # An offset at the end still gets a message: the digest.
+        for begin in range(offset, size, CHUNK_BYTES) if offset < size else (size,):
+            data = bytes(self.data[begin : begin + CHUNK_BYTES])
+            last = begin + len(data) == size
+            yield target_pb2.FetchSharedWeightsResponse(
+                dtype=self.dtype,
+                shape=self.shape,
+                chunk=target_pb2.FetchSharedWeightsResponse.Chunk(offset=begin, data=data),
+                sha256=self.sha256 if last else "",
+            )
+
+
+def _fingerprint(tensors: Iterable[SharedTensor]) -> str:
+    """SHA-256 over the DataType's number and the shape, as a line of decimal numbers, and the bytes of each tensor."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update((" ".join(map(str, (tensor.dtype, *tensor.shape))) + "\n").encode())
+        digest.update(tensor.data)
+    return digest.hexdigest()

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tokenizers import Tokenizer
+
+from outrider.v1 import target_pb2
+
+CHUNK_BYTES = 1 << 20
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
@@ -27,6 +32,17 @@ class TokenizerFiles:
             return cls(files)
         digest = hashlib.sha256(b"".join(files.values())).hexdigest()
         return cls(files, digest, _vocabulary_sha256(directory / "tokenizer.json", files["tokenizer.json"]))
+
+    def messages(self) -> Iterator[target_pb2.FetchTokenizerResponse]:
+        """All files in pieces; the last message carries the digest."""
+        pieces = [
+            (name, content[begin : begin + CHUNK_BYTES])
+            for name, content in self.files.items()
+            for begin in range(0, max(len(content), 1), CHUNK_BYTES)
+        ]
+        for index, (name, data) in enumerate(pieces, start=1):
+            digest = self.sha256 if index == len(pieces) else ""
+            yield target_pb2.FetchTokenizerResponse(file=name, data=data, sha256=digest)
 
 
 def _vocabulary_sha256(path: Path, content: bytes) -> str:

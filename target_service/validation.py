@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
 import torch
-from kernels.sampling import SamplingParams
 
+from kernels.sampling import SamplingParams
 from outrider.errors import InvalidArgument
 from outrider.v1 import common_pb2, target_pb2
 from target_service.commands import Advance, AuxRequest, Close, Command, Open, Reject, Session
@@ -52,7 +52,9 @@ class CommandReader:
         except InvalidArgument as error:
             return Reject(session, sequence_id, error)
 
-    def _advance(self, session: Session, sequence_id: int, message: target_pb2.TargetCommand.AdvanceSequence) -> Advance:
+    def _advance(
+        self, session: Session, sequence_id: int, message: target_pb2.TargetCommand.AdvanceSequence
+    ) -> Advance:
         chain = list(message.draft_token_ids)
         if len(chain) > self._limits.max_draft_tokens:
             raise InvalidArgument(
@@ -160,4 +162,3 @@ class CommandReader:
             return
         index, token_id = next((i, token) for i, token in enumerate(token_ids) if token >= vocab_size)
         raise InvalidArgument(f"{field}[{index}]", f"expected a token below vocab_size {vocab_size}, found {token_id}")
-

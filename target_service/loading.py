@@ -1,0 +1,101 @@
+"""From a checkpoint directory to a target that can serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from kernels.kv_cache import KVCache
+from outrider.engine_thread import EngineThread
+from outrider.v1 import common_pb2, target_pb2
+from target_service.attach import Buffers
+from target_service.commands import Command
+from target_service.engine import TargetEngine
+from target_service.limits import Limits
+from target_service.metrics import TargetMetrics
+from target_service.models import Model, load_model
+from target_service.service import Target
+from target_service.settings import Settings, choose_device, size_cache
+from target_service.shared_weights import SharedWeights
+from target_service.tokenizer_files import TokenizerFiles
+from target_service.validation import CommandReader
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A target whose engine has not been started."""
+
+    engine: TargetEngine
+    thread: EngineThread[Command]
+    target: Target
+
+
+def load_target(settings: Settings, instance_id: str, metrics: TargetMetrics, deliver: Callable[..., Any]) -> Loaded:
+    """Loads the model and allocates its cache. Raises ValueError for a checkpoint or flag that does not fit."""
+    device = choose_device(settings.device)
+    tokenizer = TokenizerFiles.read(settings.model)
+    model = load_model(settings.model, device, settings.dtype)
+    weights = SharedWeights(model)
+    limits, num_pages = size_cache(settings, model, KVCache.page_size, device)
+    buffers = Buffers()
+    engine = TargetEngine(model, limits, num_pages, buffers, metrics, deliver)
+    thread: EngineThread[Command] = EngineThread(engine, "engine")
+    info = _info(settings, instance_id, model, limits, num_pages * KVCache.page_size)
+    info.weights_fingerprint = weights.fingerprint
+    info.tokenizer_sha256, info.vocabulary_sha256 = tokenizer.sha256, tokenizer.vocabulary_sha256
+    log.info(
+        "%s: %s, %d layers, cache of %d tokens, longest sequence %d",
+        settings.name,
+        model.config.architecture,
+        model.config.num_layers,
+        info.kv_cache_tokens,
+        limits.max_sequence_length,
+    )
+    reader = CommandReader(limits, model.config.eos_token_ids)
+    return Loaded(engine, thread, Target(info, reader, thread.submit, weights, tokenizer))
+
+
+async def in_daemon_thread(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Runs a long function in a thread that does not keep the process alive when it is told to end."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Result] = loop.create_future()
+
+    def run() -> None:
+        try:
+            result = function(*arguments)
+        except Exception as error:
+            loop.call_soon_threadsafe(future.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(future.set_result, result)
+
+    threading.Thread(target=run, name="loading", daemon=True).start()
+    return await future
+
+
+def _info(
+    settings: Settings, instance_id: str, model: Model, limits: Limits, cache_tokens: int
+) -> target_pb2.GetTargetInfoResponse:
+    config = model.config
+    return target_pb2.GetTargetInfoResponse(
+        model=settings.name,
+        architecture=config.architecture,
+        instance_id=instance_id,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        max_sequence_length=limits.max_sequence_length,
+        aux_boundaries=limits.boundaries,
+        eos_token_ids=config.eos_token_ids,
+        kv_cache_tokens=cache_tokens,
+        max_sequences=limits.max_sequences,
+        max_draft_tokens=limits.max_draft_tokens,
+        transports=[common_pb2.TRANSPORT_INLINE],
+    )

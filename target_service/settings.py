@@ -1,0 +1,93 @@
+"""From flags to sizes: device, cache, limits."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from outrider.settings import parse_bytes
+from target_service.limits import Limits
+from target_service.models import Model
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The flags of a target. 0 stands for a value that the model or the machine decides."""
+
+    model: Path
+    name: str
+    device: str
+    dtype: str
+    kv_cache: str
+    max_sequences: int
+    max_draft_tokens: int
+    max_sequence_length: int
+    step_tokens: int
+    max_queue: int
+
+
+def choose_device(device: str) -> torch.device:
+    """auto is cuda where there is one. Raises ValueError for what this machine lacks."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device: expected auto, cpu or cuda, found {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device: expected a CUDA device, found none")
+    return torch.device("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
+
+
+def cache_bytes(text: str, device: torch.device) -> int:
+    """--kv-cache in bytes: a size such as 512MiB, or a fraction of the memory that is free now."""
+    try:
+        fraction = float(text)
+    except ValueError:
+        return parse_bytes(text)
+    if fraction >= 1:
+        return int(fraction)
+    if fraction <= 0:
+        raise ValueError(f"--kv-cache: expected a size or a fraction above 0, found {text!r}")
+    return int(fraction * _free_bytes(device))
+
+
+def size_cache(settings: Settings, model: Model, page_size: int, device: torch.device) -> tuple[Limits, int]:
+    """The limits, and the number of pages. Raises ValueError where not even one sequence fits the cache."""
+    config = model.config
+    longest = settings.max_sequence_length or config.max_position_embeddings
+    if longest > config.max_position_embeddings:
+        raise ValueError(
+            f"--max-sequence-length: expected at most the model's {config.max_position_embeddings}, found {longest}"
+        )
+    wanted = settings.max_sequences * -(-(longest + settings.max_draft_tokens) // page_size)
+    page_bytes = model.kv_bytes_per_token * page_size
+    num_pages = min(cache_bytes(settings.kv_cache, device) // page_bytes, wanted)
+    room = num_pages * page_size - settings.max_draft_tokens
+    if settings.max_sequence_length and room < longest:
+        raise ValueError(
+            f"--kv-cache: {num_pages} pages of {page_size} tokens do not hold one sequence of --max-sequence-length "
+            f"{longest} with a chain of {settings.max_draft_tokens}"
+        )
+    if room < 2:
+        raise ValueError(f"--kv-cache: {settings.kv_cache} holds {num_pages} pages of {page_bytes} bytes; too few")
+    if room < longest:
+        log.warning("the longest sequence is %d tokens: the cache has no room for the model's %d", room, longest)
+    limits = Limits(
+        vocab_size=config.vocab_size,
+        num_layers=config.num_layers,
+        max_sequence_length=min(longest, room),
+        max_draft_tokens=settings.max_draft_tokens,
+        max_sequences=settings.max_sequences,
+        max_queue=settings.max_queue,
+        step_tokens=settings.step_tokens,
+    )
+    return limits, num_pages
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
