@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
@@ -58,7 +58,7 @@ class Outbox(Generic[Event]):
 
 async def serve_stream(
     context: grpc.aio.ServicerContext,
-    dispatch: Callable[[object], None],
+    dispatch: Callable[[Any], None],
     source: Source[Event],
     to_message: Callable[[Event], object],
 ) -> None:

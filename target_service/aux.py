@@ -50,6 +50,6 @@ class RowSender:
         if room := self._buffers.take(sequence, size):
             torch.cat(parts, dim=1, out=room.memory.view(parts[0].dtype).view(shape))
             self._metrics.hidden_state_bytes(request.transport, size)
-            return Rows(position, reference=reference(parts[0].dtype, shape, room.reference))
+            return Rows(position, reference(parts[0].dtype, shape, room.reference))
         self._metrics.hidden_state_bytes(common_pb2.TRANSPORT_INLINE, size)
-        return Rows(position, tensor=torch.cat(parts, dim=1) if len(parts) > 1 else parts[0].clone())
+        return Rows(position, torch.cat(parts, dim=1) if len(parts) > 1 else parts[0].clone())

@@ -106,11 +106,15 @@ Command = Open | Advance | Close | Reject | RowsWritten | EndSession | Drain | E
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Hidden states at consecutive positions: rows [n, num_boundaries * hidden_size], or where they lie."""
+    """Hidden states at consecutive positions: [n, num_boundaries * hidden_size], or a message with their place."""
 
     first_position: int
-    tensor: torch.Tensor | None = None
-    reference: common_pb2.Tensor | None = None
+    tensor: torch.Tensor | common_pb2.Tensor
+
+    @property
+    def inline(self) -> bool:
+        """Whether the rows themselves will be in the message."""
+        return isinstance(self.tensor, torch.Tensor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ class Emitter:
         # Rows pair with prompt tokens; the last row's token is emitted with Advanced, and so is the row.
         paired = work.count - work.ends_prompt
         rows = self._sender.send(sequence, output.aux, row, work.start, paired)
-        if rows is not None and rows.tensor is not None:
+        if rows is not None and rows.inline:
             sequence.unwritten_chunks += 1
         logprobs = self._prompt_logprobs(sequence, output.hidden[row : row + paired], work.start)
         timing = Timing(began - sequence.open.received, compute)

@@ -57,15 +57,14 @@ def _fill_prefilled(message: target_pb2.TargetEvent.Prefilled, event: Prefilled)
     message.num_computed = event.num_computed
     if event.rows is not None:
         _fill_rows(message.hidden_states, event.rows)
-    if event.logprobs:
-        message.prompt_logprobs.extend(map(_logprobs_message, event.logprobs))
+    if event.prompt_logprobs:
+        message.prompt_logprobs.extend(map(_logprobs_message, event.prompt_logprobs))
         message.first_logprob_position = event.first_logprob_position
 
 
 def _fill_rows(message: common_pb2.HiddenStates, rows: Rows) -> None:
     message.first_position = rows.first_position
-    tensor = rows.reference if rows.tensor is None else encode(rows.tensor)
-    message.tensor.CopyFrom(tensor)
+    message.tensor.CopyFrom(rows.tensor if isinstance(rows.tensor, common_pb2.Tensor) else encode(rows.tensor))
 
 
 def _logprobs_message(entry: TokenLogprobs) -> common_pb2.TokenLogprobs:

@@ -121,10 +121,8 @@ class TargetEngine:
             if not work.verifies:
                 self._emitter.prefilled(work, output, row, began, compute)
             if count := work.num_choices:
-                own = slice(chosen, chosen + count)
-                self._emitter.advanced(
-                    work, output, row + work.count - count, logits[own], choices[own], began, compute
-                )
+                own, first = slice(chosen, chosen + count), row + work.count - count
+                self._emitter.advanced(work, output, first, logits[own], choices[own], began, compute)
                 chosen += count
             row += work.count
 

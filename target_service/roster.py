@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from outrider.errors import DRAINING, PREEMPTED, QUEUE_FULL, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from target_service.attach import Buffers
-from target_service.batch import PageTables
 from target_service.commands import (
     Advance,
     Close,
@@ -36,7 +35,6 @@ class Roster:
     def __init__(
         self,
         scheduler: Scheduler,
-        tables: PageTables,
         buffers: Buffers,
         metrics: TargetMetrics,
         deliver: Callable[..., None],
@@ -44,7 +42,6 @@ class Roster:
         self.sequences: dict[Key, Sequence] = {}
         self.draining = False
         self._scheduler = scheduler
-        self._tables = tables
         self._buffers = buffers
         self._metrics = metrics
         self._deliver = deliver
@@ -89,7 +86,7 @@ class Roster:
 
     def lose(self, sequence: Sequence) -> None:
         """Ends a sequence whose pages the scheduler has taken."""
-        log.info("sequence %s preempted at %d tokens", sequence, sequence.length)
+        log.info("%s preempted", sequence)
         self._metrics.preempted()
         self._forget(sequence)
         self.put(

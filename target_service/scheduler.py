@@ -122,7 +122,7 @@ class Scheduler:
 
     def _plan_prefill(self, plan: Plan) -> None:
         # A page's worth goes on even where verifications fill the step: they never starve a prompt.
-        budget = max(self.limits.step_tokens - plan.num_rows, self.pages.page_size)
+        budget = max(self.limits.step_tokens - plan.num_rows, min(self.limits.step_tokens, self.pages.page_size))
         for sequence in self.active:
             if budget == 0:
                 break

@@ -43,7 +43,7 @@ class Sequence:
         num_prompt = len(tokens) - generated
         history = None
         if command.sampling.has_penalties:
-            history = TokenHistory(tokens[:num_prompt].numpy(), tokens[num_prompt:].tolist())
+            history = TokenHistory(tokens[:num_prompt].tolist(), tokens[num_prompt:].tolist())
         return cls(
             open=command,
             age=(command.arrival_unix_us, order),
@@ -54,6 +54,9 @@ class Sequence:
             last_token=int(tokens[-1]),
             num_generated=generated,
         )
+
+    def __str__(self) -> str:
+        return f"sequence {self.open.sequence_id} of request {self.open.request_id or '-'} with {self.length} tokens"
 
     @property
     def key(self) -> Key:

@@ -10,7 +10,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeGuard
+
+import torch
 
 from outrider.v1 import target_pb2
 from target_service.commands import Command, EndSession, Event, Prefilled, Rows, RowsWritten, Stats
@@ -124,22 +125,21 @@ class _Held:
     ends_chunk: bool
 
 
-def _has_inline_rows(event: Event) -> TypeGuard[Prefilled]:
-    return isinstance(event, Prefilled) and event.rows is not None and event.rows.tensor is not None
+def _has_inline_rows(event: Event) -> bool:
+    return isinstance(event, Prefilled) and event.rows is not None and event.rows.inline
 
 
 def _pieces(event: Event) -> Iterator[_Held]:
     """The event itself, or its rows in pieces; the first carries what else there is to say."""
-    if not _has_inline_rows(event):
+    if not isinstance(event, Prefilled) or event.rows is None or not isinstance(event.rows.tensor, torch.Tensor):
         yield _Held(event, ends_chunk=False)
         return
-    rows = event.rows
-    assert rows is not None and rows.tensor is not None
-    row_bytes = rows.tensor.shape[1] * rows.tensor.element_size()
-    parts = rows.tensor.split(max(PIECE_BYTES // row_bytes, 1))
+    rows, tensor = event.rows, event.rows.tensor
+    row_bytes = tensor.shape[1] * tensor.element_size()
+    parts = tensor.split(max(PIECE_BYTES // row_bytes, 1))
     position = rows.first_position
     for part in parts:
         logprobs = event.prompt_logprobs if part is parts[0] else []
-        piece = replace(event, rows=Rows(position, tensor=part), prompt_logprobs=logprobs)
+        piece = replace(event, rows=Rows(position, part), prompt_logprobs=logprobs)
         yield _Held(piece, ends_chunk=part is parts[-1])
         position += len(part)

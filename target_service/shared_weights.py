@@ -25,10 +25,10 @@ class SharedWeights:
         embedding = SharedTensor(model.embed_weight)
         tied = model.config.tie_word_embeddings
         head = embedding if tied else SharedTensor(model.head_weight)
-        self._tensors = {_EMBEDDING: embedding, _HEAD: head}
+        self._tensors = {int(_EMBEDDING): embedding, int(_HEAD): head}
         self.fingerprint = _fingerprint([embedding] if tied else [embedding, head])
 
-    def tensor(self, number: target_pb2.FetchSharedWeightsRequest.SharedTensor.ValueType) -> SharedTensor:
+    def tensor(self, number: int) -> SharedTensor:
         """The tensor of that number. Raises InvalidArgument where there is none."""
         if number not in self._tensors:
             raise InvalidArgument("tensor", f"expected SHARED_TENSOR_EMBED_TOKENS or _LM_HEAD, found {number}")

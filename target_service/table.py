@@ -15,17 +15,18 @@ def debug_table(engine: TargetEngine) -> str:
     lines = [
         f"pages: {pages.num_pages - pages.num_free} of {pages.num_pages} in use, {pages.page_size} tokens each",
         f"unreleased slices: {engine.buffers.num_unreleased}",
-        f"{'id':>12} {'request':<24} {'state':<10} {'length':>7} {'computed':>8} {'pages':>6} {'idle s':>7} boundaries",
+        f"{'id':>12} {'request':<24} {'state':<8} {'length':>7} {'computed':>8} {'pages':>6} {'idle s':>7} boundaries",
     ]
-    sequences = sorted(list(engine.roster.sequences.values()), key=lambda sequence: sequence.age)
+    sequences = sorted(engine.roster.sequences.copy().values(), key=lambda sequence: sequence.age)
     return "\n".join(lines + [_line(sequence, now) for sequence in sequences])
 
 
 def _line(sequence: Sequence, now: float) -> str:
     idle = f"{now - sequence.idle_since:.1f}" if sequence.idle_since is not None else "-"
     return (
-        f"{sequence.open.sequence_id:>12} {sequence.open.request_id[:24]:<24} {_state(sequence):<10} "
-        f"{sequence.length:>7} {sequence.computed:>8} {len(sequence.pages):>6} {idle:>7} {list(sequence.aux.boundaries)}"
+        f"{sequence.open.sequence_id:>12} {sequence.open.request_id[:24]:<24} {_state(sequence):<8} "
+        f"{sequence.length:>7} {sequence.computed:>8} {len(sequence.pages):>6} {idle:>7} "
+        f"{list(sequence.aux.boundaries)}"
     )
 
 

@@ -18,7 +18,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "gene
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Files by name, in the order of FILES; SHA-256 of all of them, and of the vocabulary; empty without a tokenizer."""
+    """Files by name, in the order of FILES; digests of all of them and of the vocabulary, empty without a tokenizer."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     sha256: str = ""

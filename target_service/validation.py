@@ -16,6 +16,8 @@ from target_service.commands import Advance, AuxRequest, Close, Command, Open, R
 from target_service.limits import Limits
 from target_service.verification import EndingRules
 
+_Command = target_pb2.TargetCommand
+
 # Alternatives reported per token.
 MAX_TOP_LOGPROBS = 1024
 
@@ -37,7 +39,7 @@ class CommandReader:
         self._limits = limits
         self._eos_token_ids = tuple(eos_token_ids)
 
-    def read(self, session: Session, message: target_pb2.TargetCommand) -> Command:
+    def read(self, session: Session, message: _Command) -> Command:
         """The command of a message, or the rejection of its sequence."""
         sequence_id = message.sequence_id
         try:
@@ -52,9 +54,7 @@ class CommandReader:
         except InvalidArgument as error:
             return Reject(session, sequence_id, error)
 
-    def _advance(
-        self, session: Session, sequence_id: int, message: target_pb2.TargetCommand.AdvanceSequence
-    ) -> Advance:
+    def _advance(self, session: Session, sequence_id: int, message: _Command.AdvanceSequence) -> Advance:
         chain = list(message.draft_token_ids)
         if len(chain) > self._limits.max_draft_tokens:
             raise InvalidArgument(
@@ -66,7 +66,7 @@ class CommandReader:
         aux = self._aux("advance.aux", message.aux) if message.HasField("aux") else None
         return Advance(session, sequence_id, chain, aux, time.monotonic())
 
-    def _open(self, session: Session, sequence_id: int, message: target_pb2.TargetCommand.OpenSequence) -> Open:
+    def _open(self, session: Session, sequence_id: int, message: _Command.OpenSequence) -> Open:
         token_ids = self._prompt(message)
         ending = self._ending(message, len(token_ids))
         prompt_logprobs = self._logprobs(message, "prompt_logprobs")
@@ -89,7 +89,7 @@ class CommandReader:
             received=time.monotonic(),
         )
 
-    def _prompt(self, message: target_pb2.TargetCommand.OpenSequence) -> torch.Tensor:
+    def _prompt(self, message: _Command.OpenSequence) -> torch.Tensor:
         """int64 [n], n at least 1 and short enough that a token can follow."""
         count, longest = len(message.token_ids), self._limits.max_sequence_length
         if not count:
@@ -105,7 +105,7 @@ class CommandReader:
             )
         return torch.from_numpy(np.fromiter(message.token_ids, dtype=np.int64, count=count))
 
-    def _ending(self, message: target_pb2.TargetCommand.OpenSequence, num_tokens: int) -> EndingRules:
+    def _ending(self, message: _Command.OpenSequence, num_tokens: int) -> EndingRules:
         self._check_tokens("open.stop_token_ids", message.stop_token_ids)
         low, high = message.min_new_tokens, message.max_new_tokens
         if high and low > high:
@@ -138,7 +138,7 @@ class CommandReader:
                 raise InvalidArgument(field, f"expected a number below infinity, found {bias}")
         return SamplingParams(**given, top_k=message.top_k, seed=message.seed, logit_bias=dict(message.logit_bias))
 
-    def _logprobs(self, message: target_pb2.TargetCommand.OpenSequence, field: str) -> int | None:
+    def _logprobs(self, message: _Command.OpenSequence, field: str) -> int | None:
         if not message.HasField(field):
             return None
         top, most = getattr(message, field).top, min(MAX_TOP_LOGPROBS, self._limits.vocab_size)
@@ -146,7 +146,7 @@ class CommandReader:
             raise InvalidArgument(f"open.{field}.top", f"expected at most {most}, found {top}")
         return top
 
-    def _aux(self, field: str, message: target_pb2.TargetCommand.AuxRequest) -> AuxRequest:
+    def _aux(self, field: str, message: _Command.AuxRequest) -> AuxRequest:
         boundaries = tuple(sorted(message.boundaries))
         known = self._limits.boundaries
         if unknown := [boundary for boundary in boundaries if boundary not in known]:

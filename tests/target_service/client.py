@@ -1,0 +1,123 @@
+"""A gateway's side of Verify, as small as tests need it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+
+import grpc
+
+from outrider import channels
+from outrider.errors import from_status
+from outrider.tensors import decode
+from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
+
+GREEDY = common_pb2.SamplingParams(temperature=0)
+
+
+class Client:
+    """One channel to a target; `session` opens a Verify stream on it."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = channels.connect(address)
+        self.stub = target_pb2_grpc.TargetServiceStub(self._channel)
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._channel.close()
+
+    async def info(self) -> target_pb2.GetTargetInfoResponse:
+        return await self.stub.GetTargetInfo(target_pb2.GetTargetInfoRequest())
+
+    def session(self) -> Session:
+        return Session(self.stub)
+
+
+class Session:
+    """A Verify stream; events wait in a queue for each sequence."""
+
+    def __init__(self, stub: target_pb2_grpc.TargetServiceStub) -> None:
+        self._call = stub.Verify()
+        self._events: dict[int, asyncio.Queue] = defaultdict(asyncio.Queue)
+        self._reader = asyncio.create_task(self._read())
+        self.next_id = 1
+        self.messages: list[target_pb2.VerifyResponse] = []
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._call.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+
+    async def _read(self) -> None:
+        while (message := await self._call.read()) is not grpc.aio.EOF:
+            self.messages.append(message)
+            for event in message.events:
+                self._events[event.sequence_id].put_nowait(event)
+
+    async def send(self, *commands: target_pb2.TargetCommand) -> None:
+        await self._call.write(target_pb2.VerifyRequest(commands=commands))
+
+    async def half_close(self) -> grpc.StatusCode:
+        await self._call.done_writing()
+        return await self._call.code()
+
+    async def open(self, token_ids: list[int], sequence_id: int = 0, **fields) -> int:
+        """Opens a sequence, greedy unless `sampling` says otherwise, and returns its id."""
+        sequence_id = sequence_id or self.next_id
+        self.next_id = max(self.next_id, sequence_id + 1)
+        fields = {"sampling": GREEDY, **fields}
+        await self.send(open_command(sequence_id, token_ids, **fields))
+        return sequence_id
+
+    async def advance(self, sequence_id: int, chain: list[int] = (), **fields) -> None:
+        await self.send(advance_command(sequence_id, chain, **fields))
+
+    async def close(self, sequence_id: int) -> None:
+        await self.send(target_pb2.TargetCommand(sequence_id=sequence_id, close={}))
+
+    async def event(self, sequence_id: int, timeout: float = 20) -> target_pb2.TargetEvent:
+        """The next event of a sequence; the error it carries is raised."""
+        event = await asyncio.wait_for(self._events[sequence_id].get(), timeout)
+        if event.WhichOneof("event") == "error":
+            raise from_status(event.error)
+        return event
+
+    def waiting(self, sequence_id: int) -> int:
+        """Events of a sequence that nobody has taken."""
+        return self._events[sequence_id].qsize()
+
+    async def advanced(self, sequence_id: int) -> target_pb2.TargetEvent.Advanced:
+        """The next Advanced event, past Prefilled ones."""
+        while (event := await self.event(sequence_id)).WhichOneof("event") != "advanced":
+            pass
+        return event.advanced
+
+    async def generate(self, token_ids: list[int], chain_of=lambda emitted: [], **fields) -> list[int]:
+        """All tokens that the target emits after a prompt, each step with the chain that `chain_of` proposes."""
+        sequence_id = await self.open(token_ids, **fields)
+        emitted: list[int] = []
+        while True:
+            advanced = await self.advanced(sequence_id)
+            emitted += advanced.token_ids
+            if advanced.finish_reason:
+                return emitted
+            await self.advance(sequence_id, chain_of(emitted))
+
+
+def open_command(sequence_id: int, token_ids: list[int], **fields) -> target_pb2.TargetCommand:
+    return target_pb2.TargetCommand(sequence_id=sequence_id, open={"token_ids": token_ids, **fields})
+
+
+def advance_command(sequence_id: int, chain: list[int] = (), **fields) -> target_pb2.TargetCommand:
+    return target_pb2.TargetCommand(sequence_id=sequence_id, advance={"draft_token_ids": chain, **fields})
+
+
+def rows(event: target_pb2.TargetEvent.Prefilled | target_pb2.TargetEvent.Advanced):
+    """(first position, tensor) of an event's inline hidden states; None without any."""
+    if not event.HasField("hidden_states"):
+        return None
+    return event.hidden_states.first_position, decode(event.hidden_states.tensor, "hidden_states")
