@@ -16,14 +16,15 @@ from typing import Any
 from outrider.cli import client, load
 from outrider.cli.load import Measurement
 from outrider.cli.processes import Pair, PairOptions
-from outrider.v1 import gateway_pb2, gateway_pb2_grpc
+from outrider.cli.statistics import percentile
+from outrider.v1 import draft_pb2, draft_pb2_grpc, gateway_pb2, gateway_pb2_grpc
 
 _WARM_UP_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Seconds of one round: in the running services, and of each model's step alone."""
+    """Seconds of one round: the median in the running services, as a client sees it, and of each step alone."""
 
     round: float
     target_step: float
@@ -67,7 +68,10 @@ async def take_apart(
 
     Raises ServiceFailed where a service or a measuring process ends with an error.
     """
+    boundaries: list[int] = []
     async with Pair(options) as pair, client.connect(pair.address) as channel:
+        if options.draft is not None:
+            boundaries = await _aux_boundaries(pair["draft"].address)
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
         warm_up = gateway_pb2.GenerateRequest()
         warm_up.CopyFrom(requests[0])
@@ -76,43 +80,43 @@ async def take_apart(
         for chain in chains:
             await load.measure(stub, [warm_up], 1, chain)
             result.measurements.append(await load.measure(stub, requests, 1, chain))
-    result.breakdowns = await _breakdowns(options, result.measurements)
+    result.breakdowns = await _breakdowns(options, result.measurements, boundaries)
     if transformers:
         result.transformers = await _transformers(options, result.measurements[0], requests[0].max_new_tokens)
     return result
 
 
-async def _breakdowns(options: PairOptions, measurements: Sequence[Measurement]) -> dict[int, Breakdown]:
+async def _aux_boundaries(draft_address: str) -> list[int]:
+    """The hidden states that the draft asks of the target in every step."""
+    async with client.connect(draft_address) as channel:
+        info = await draft_pb2_grpc.DraftServiceStub(channel).GetDraftInfo(draft_pb2.GetDraftInfoRequest())
+        return list(info.aux_boundaries)
+
+
+async def _breakdowns(
+    options: PairOptions, measurements: Sequence[Measurement], boundaries: Sequence[int]
+) -> dict[int, Breakdown]:
     """Times the steps alone with the rows and contexts that the running services had."""
-    shapes = {}
-    for measurement in measurements:
-        steps = measurement.acceptance.verify_steps
-        chain = measurement.draft_tokens
-        if steps and chain is not None:
-            decode = sum(generation.decode_seconds for generation in measurement.generations)
-            shapes[chain] = {
-                "chain": chain,
-                # What the target emitted in a round is what the draft takes in before it drafts.
-                "emitted": round(sum(g.decode_tokens for g in measurement.generations) / steps),
-                "context": _mean_context(measurement),
-                "round": decode / steps,
-            }
-    question = {"shapes": list(shapes.values())}
+    loads = {load.draft_tokens: load for load in measurements if load.draft_tokens is not None and load.gaps}
+    if not loads:
+        return {}
+    question = {"shapes": [_shape(load) for load in loads.values()], "boundaries": boundaries}
     target = await _ask("target_service.step_time", ["--model", str(options.target), *options.target_flags], question)
-    draft = [0.0] * len(shapes)
+    draft = [0.0] * len(loads)
     if options.draft is not None:
         flags = ["--model", str(options.draft), "--target", str(options.target), *options.draft_flags]
         draft = await _ask("draft_service.step_time", flags, question)
     return {
-        chain: Breakdown(float(shape["round"]), target_step, draft_step)
-        for (chain, shape), target_step, draft_step in zip(shapes.items(), target, draft, strict=True)
+        chain: Breakdown(percentile(load.gaps, 0.5), target_step, draft_step)
+        for (chain, load), target_step, draft_step in zip(loads.items(), target, draft, strict=True)
     }
 
 
-def _mean_context(measurement: Measurement) -> int:
-    """The mean length of a sequence halfway through its answer."""
-    halfway = [len(g.prompt_token_ids) + len(g.token_ids) // 2 for g in measurement.generations]
-    return sum(halfway) // len(halfway)
+def _shape(load: Measurement) -> dict[str, int | None]:
+    """What a step of this load looks like. The draft takes in what the target emitted before it drafts."""
+    halfway = [len(g.prompt_token_ids) + len(g.token_ids) // 2 for g in load.generations]
+    emitted = sum(g.decode_tokens for g in load.generations) / len(load.gaps)
+    return {"chain": load.draft_tokens, "context": sum(halfway) // len(halfway), "emitted": round(emitted)}
 
 
 async def _transformers(options: PairOptions, measurement: Measurement, max_new_tokens: int) -> float:

@@ -1,0 +1,108 @@
+"""`python -m target_service.step_time`: the target's step, timed alone with no service around it.
+
+Standard input: {"shapes": [{"chain": K, "context": tokens}, ...], "boundaries": [...]}. Standard output: for each
+shape the median seconds of a step that verifies a chain of K tokens of one greedy sequence of that context, from the
+schedule to the emitted tokens and hidden states.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from kernels.sampling import SamplingParams
+from outrider.metrics import new_registry
+from outrider.settings import run_command
+from target_service.commands import Advance, AuxRequest, Close, Event, Failed, Open, Stats
+from target_service.engine import TargetEngine
+from target_service.loading import load_target
+from target_service.metrics import TargetMetrics
+from target_service.settings import Settings
+from target_service.verification import EndingRules
+
+WARM_UP = 8
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="Checkpoint directory.")],
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32 or bfloat16.")] = "auto",
+    kv_cache: Annotated[str, typer.Option(help="Size such as 2GiB, or fraction of the free memory.")] = "0.3",
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each shape.")] = 60,
+) -> None:
+    """Time the target's step alone: a question on standard input, the answer on standard output."""
+    question = json.load(sys.stdin)
+    shapes, boundaries = question["shapes"], tuple(question["boundaries"])
+    settings = Settings(
+        model=model,
+        name="step_time",
+        device=device,
+        dtype=dtype,
+        kv_cache=kv_cache,
+        max_sequences=1,
+        max_draft_tokens=max(shape["chain"] for shape in shapes),
+        max_sequence_length=0,
+        step_tokens=max(shape["context"] for shape in shapes),  # a prompt in one chunk
+        max_queue=1,
+    )
+    metrics = TargetMetrics(new_registry("step_time"), settings.name)
+    engine = load_target(settings, "step_time", metrics, _call).engine
+    json.dump([time_step(engine, shape, boundaries, steps) for shape in shapes], sys.stdout)
+
+
+def time_step(engine: TargetEngine, shape: dict[str, Any], boundaries: tuple[int, ...], steps: int) -> float:
+    """Median seconds of a step of `shape`; the sequence grows by what the steps emit."""
+    session = _Session()
+    length = engine.scheduler.limits.max_sequence_length
+    engine.apply(
+        [
+            Open(
+                session=session,
+                sequence_id=1,
+                token_ids=torch.randint(engine.scheduler.limits.vocab_size, (shape["context"],)),
+                num_generated=0,
+                sampling=SamplingParams(temperature=0.0),
+                ending=EndingRules(frozenset(), length),
+                top_logprobs=None,
+                top_prompt_logprobs=None,
+                aux=AuxRequest(boundaries),
+                arrival_unix_us=0,
+                request_id="step_time",
+                received=time.monotonic(),
+            )
+        ]
+    )
+    engine.step()
+    seconds = []
+    for _ in range(WARM_UP + steps):
+        engine.apply([Advance(session, 1, [0] * shape["chain"], None, time.monotonic())])
+        began = time.perf_counter()
+        engine.step()
+        seconds.append(time.perf_counter() - began)
+    engine.apply([Close(session, 1)])
+    return statistics.median(seconds[WARM_UP:])
+
+
+class _Session:
+    """Takes events as a stream would, and raises what failed."""
+
+    def take(self, events: list[Event], stats: Stats) -> None:
+        for event in events:
+            if isinstance(event, Failed):
+                raise event.error
+
+
+def _call(function: Callable[..., None], *arguments: object) -> None:
+    function(*arguments)
+
+
+if __name__ == "__main__":
+    run_command(main, "target")
