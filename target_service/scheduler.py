@@ -76,10 +76,14 @@ class Scheduler:
         return self.waiting.pop() if len(self.waiting) > self.limits.max_queue else None
 
     def release(self, sequence: Sequence) -> None:
-        """Takes a sequence out, wherever it is, and its pages back."""
+        """Takes a sequence out, wherever it is, and its pages back; who waits may come in."""
         if sequence.slot < 0:
             self.waiting.remove(sequence)
-            return
+        else:
+            self._take_out(sequence)
+        self._admit()
+
+    def _take_out(self, sequence: Sequence) -> None:
         self.active.remove(sequence)
         self.pages.free(sequence.pages)
         self._free_slots.append(sequence.slot)
@@ -167,7 +171,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, plan: Plan) -> None:
         # None that is already in the plan: verifications are planned oldest first, and these have no waiting one or are
         # the youngest.
-        self.release(sequence)
+        self._take_out(sequence)
         plan.preempted.append(sequence)
 
 
