@@ -153,7 +153,8 @@ class CommandReader:
             raise InvalidArgument(f"{field}.boundaries", f"expected 0 to {known[-1]}, found {unknown[0]}")
         if len(set(boundaries)) < len(boundaries):
             raise InvalidArgument(f"{field}.boundaries", f"expected each once, found {list(boundaries)}")
-        return AuxRequest(boundaries, message.transport, message.draft_instance_id, message.first_position)
+        transport = message.transport or common_pb2.TRANSPORT_INLINE
+        return AuxRequest(boundaries, transport, message.draft_instance_id, message.first_position)
 
     def _check_tokens(self, field: str, token_ids: Iterable[int]) -> None:
         """Raises for the first token that the vocabulary lacks."""
