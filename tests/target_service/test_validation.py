@@ -5,7 +5,7 @@ import math
 import pytest
 
 from outrider.errors import InvalidArgument
-from outrider.v1 import target_pb2
+from outrider.v1 import common_pb2, target_pb2
 from target_service.commands import Advance, AuxRequest, Close, Open, Reject
 from target_service.limits import Limits
 from target_service.validation import MAX_TOP_LOGPROBS, CommandReader
@@ -104,7 +104,7 @@ def test_an_open_arrives_as_it_was_sent():
     assert command.sampling.logit_bias == {4: -math.inf}
     assert (command.sampling.temperature, command.sampling.top_k, command.sampling.seed) == (0.5, 3, 11)
     assert (command.top_logprobs, command.top_prompt_logprobs) == (2, None)
-    assert command.aux == AuxRequest((0, 3), 0, "d", 5)
+    assert command.aux == AuxRequest((0, 3), common_pb2.TRANSPORT_INLINE, "d", 5)
     assert (command.arrival_unix_us, command.request_id) == (123, "r")
 
 
