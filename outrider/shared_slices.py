@@ -55,7 +55,9 @@ class SliceWriter:
     @property
     def num_unreleased(self) -> int:
         """Slices handed out and neither released nor retired."""
-        return self._num_unreleased
+        with self._lock:
+            self._retire_what_is_due()
+            return self._num_unreleased
 
     def write(self, tensor: Tensor, owner: Hashable) -> Slice | None:
         """Copies a tensor's elements, row-major, into a slice of `owner`'s; None when there is no room."""

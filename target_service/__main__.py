@@ -34,6 +34,8 @@ def main(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32 or bfloat16.")] = "auto",
     kv_cache: Annotated[str, typer.Option(help="Size such as 2GiB, or fraction of the free memory.")] = "0.3",
+    shared_memory: Annotated[str, typer.Option(help="Shared memory for each co-located draft; 0 for none.")] = "32MiB",
+    shared_memory_group: Annotated[str, typer.Option(help="Group of drafts that run as another user.")] = "",
     max_sequences: Annotated[int, typer.Option(min=1, help="Sequences held at once.")] = 64,
     max_draft_tokens: Annotated[int, typer.Option(min=0, help="Longest chain that one step verifies.")] = 8,
     max_sequence_length: Annotated[int, typer.Option(min=0, help="Longest sequence; 0 is the model's.")] = 0,
@@ -51,6 +53,8 @@ def main(
         device=device,
         dtype=dtype,
         kv_cache=kv_cache,
+        shared_memory=shared_memory,
+        shared_memory_group=shared_memory_group,
         max_sequences=max_sequences,
         max_draft_tokens=max_draft_tokens,
         max_sequence_length=max_sequence_length,
@@ -86,6 +90,7 @@ async def serve(settings: Settings, listen: str, metrics_listen: str, grace: flo
     loaded.thread.submit(Drain())
     await frame.drain(lambda: _drained(loaded, servicer, grace), grace)
     loaded.thread.stop()
+    loaded.target.buffers.close_all()
 
 
 async def _drained(loaded: Loaded, servicer: TargetServicer, grace: float) -> None:

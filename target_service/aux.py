@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import torch
 
-from outrider.tensors import reference
 from outrider.v1 import common_pb2
 from target_service.attach import Buffers
 from target_service.commands import Rows
@@ -26,7 +25,7 @@ def wanted_boundaries(work: Iterable[Work]) -> set[int]:
 
 
 class RowSender:
-    """Puts rows where their reader finds them: a slice of a buffer that it opened, or the message itself."""
+    """Puts rows where their reader finds them: into a slice of a buffer that it has open, or into the message."""
 
     def __init__(self, buffers: Buffers, metrics: TargetMetrics) -> None:
         self._buffers = buffers
@@ -43,13 +42,10 @@ class RowSender:
         skipped = max(request.first_position - start, 0)
         if not request.boundaries or skipped >= count:
             return None
-        first, last = batch_row + skipped, batch_row + count
-        parts = [aux[boundary][first:last] for boundary in request.boundaries]
-        position, shape = start + skipped, (last - first, sum(part.shape[1] for part in parts))
-        size = shape[0] * shape[1] * parts[0].element_size()
-        if room := self._buffers.take(sequence, size):
-            torch.cat(parts, dim=1, out=room.memory.view(parts[0].dtype).view(shape))
+        parts = [aux[boundary][batch_row + skipped : batch_row + count] for boundary in request.boundaries]
+        size = sum(part.numel() for part in parts) * parts[0].element_size()
+        if (place := self._buffers.write(sequence, parts)) is not None:
             self._metrics.hidden_state_bytes(request.transport, size)
-            return Rows(position, reference(parts[0].dtype, shape, room.reference))
+            return Rows(start + skipped, place)
         self._metrics.hidden_state_bytes(common_pb2.TRANSPORT_INLINE, size)
-        return Rows(position, torch.cat(parts, dim=1) if len(parts) > 1 else parts[0].clone())
+        return Rows(start + skipped, torch.cat(parts, dim=1).cpu())

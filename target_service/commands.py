@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -11,6 +11,9 @@ from kernels.sampling import SamplingParams
 from outrider.v1 import common_pb2
 from target_service.logprobs import TokenLogprobs
 from target_service.verification import EndingRules
+
+if TYPE_CHECKING:
+    from target_service.attach import Attachment
 
 
 class Session(Protocol):
@@ -92,6 +95,13 @@ class EndSession:
 
 
 @dataclass(frozen=True, slots=True)
+class Detached:
+    """The draft that read this buffer is gone."""
+
+    attachment: Attachment
+
+
+@dataclass(frozen=True, slots=True)
 class Drain:
     """From now on no sequence is opened."""
 
@@ -101,7 +111,7 @@ class Expel:
     """All sequences end with DRAINING."""
 
 
-Command = Open | Advance | Close | Reject | RowsWritten | EndSession | Drain | Expel
+Command = Open | Advance | Close | Reject | RowsWritten | EndSession | Detached | Drain | Expel
 
 
 @dataclass(frozen=True, slots=True)

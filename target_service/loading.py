@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from kernels.kv_cache import KVCache
 from outrider.engine_thread import EngineThread
-from outrider.v1 import common_pb2, target_pb2
+from outrider.settings import parse_bytes
+from outrider.v1 import target_pb2
 from target_service.attach import Buffers
 from target_service.commands import Command
 from target_service.engine import TargetEngine
@@ -45,10 +46,12 @@ def load_target(settings: Settings, instance_id: str, metrics: TargetMetrics, de
     model = load_model(settings.model, device, settings.dtype)
     weights = SharedWeights(model)
     limits, num_pages = size_cache(settings, model, KVCache.page_size, device)
-    buffers = Buffers()
+    buffers = Buffers(instance_id, parse_bytes(settings.shared_memory), settings.shared_memory_group or None)
+    metrics.watch_buffers(lambda: buffers.num_attached, lambda: buffers.num_unreleased)
     engine = TargetEngine(model, limits, num_pages, buffers, metrics, deliver)
     thread: EngineThread[Command] = EngineThread(engine, "engine")
     info = _info(settings, instance_id, model, limits, num_pages * KVCache.page_size)
+    info.transports.extend(buffers.transports)
     info.weights_fingerprint = weights.fingerprint
     info.tokenizer_sha256, info.vocabulary_sha256 = tokenizer.sha256, tokenizer.vocabulary_sha256
     log.info(
@@ -60,7 +63,7 @@ def load_target(settings: Settings, instance_id: str, metrics: TargetMetrics, de
         limits.max_sequence_length,
     )
     reader = CommandReader(limits, model.config.eos_token_ids)
-    return Loaded(engine, thread, Target(info, reader, thread.submit, weights, tokenizer))
+    return Loaded(engine, thread, Target(info, reader, thread.submit, weights, tokenizer, buffers))
 
 
 async def in_daemon_thread(function: Callable[..., Result], *arguments: Any) -> Result:
@@ -97,5 +100,4 @@ def _info(
         kv_cache_tokens=cache_tokens,
         max_sequences=limits.max_sequences,
         max_draft_tokens=limits.max_draft_tokens,
-        transports=[common_pb2.TRANSPORT_INLINE],
     )

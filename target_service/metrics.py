@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from outrider.metrics import PREFIX, STEP_BUCKETS
@@ -35,7 +37,7 @@ class TargetMetrics:
         self._waiting = gauge("num_requests_waiting", "Sequences that wait for pages")
         self._cache_usage = gauge("kv_cache_usage_perc", "Fraction of the key-value cache in use, 0 to 1")
         self._unreleased = gauge("unreleased_slices", "Slices of hidden states that no reader has released")
-        self._attached = gauge("attached_drafts", "Drafts that have buffers of this target open")
+        self._attached = gauge("attached_drafts", "Drafts that read hidden states from a shared buffer")
         self._preemptions = counter("num_preemptions", "Sequences that lost their pages")
         self._refused = counter("num_requests_refused", "Opens that found the queue full")
         self._failed = counter("num_sequences_failed", "Sequences that ended with any other error")
@@ -88,10 +90,7 @@ class TargetMetrics:
         """Rows were emitted."""
         self._hidden[transport].inc(size)
 
-    def attached(self, drafts: int) -> None:
-        """How many drafts have buffers open."""
-        self._attached.set(drafts)
-
-    def unreleased_slices(self, count: int) -> None:
-        """How many slices wait for their readers."""
-        self._unreleased.set(count)
+    def watch_buffers(self, num_attached: Callable[[], int], num_unreleased: Callable[[], int]) -> None:
+        """Asks these whenever the metrics are read."""
+        self._attached.set_function(num_attached)
+        self._unreleased.set_function(num_unreleased)

@@ -11,6 +11,7 @@ from target_service.commands import (
     Advance,
     Close,
     Command,
+    Detached,
     Drain,
     EndSession,
     Event,
@@ -67,6 +68,8 @@ class Roster:
                 for sequence in [s for s in self.sequences.values() if s.open.session is command.session]:
                     self.release(sequence)
                 self._outgoing.pop(command.session, None)
+            case Detached():
+                self._buffers.close(command.attachment)
             case Drain():
                 self.draining = True
                 for sequence in list(self._scheduler.waiting):

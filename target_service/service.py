@@ -10,6 +10,8 @@ import grpc
 from outrider.errors import OutriderError, Unavailable, abort
 from outrider.stream import serve_stream
 from outrider.v1 import target_pb2, target_pb2_grpc
+from target_service.attach import Buffers
+from target_service.attach_stream import serve_attach
 from target_service.commands import Command
 from target_service.encoding import verify_response
 from target_service.session import VerifySession
@@ -27,6 +29,7 @@ class Target:
     submit: Callable[[Command], None]
     weights: SharedWeights
     tokenizer: TokenizerFiles
+    buffers: Buffers
 
 
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
@@ -59,6 +62,16 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         """Sends the tokenizer's files; none at all for a checkpoint without."""
         for message in (await self._loaded(context)).tokenizer.messages():
             yield message
+
+    async def Attach(
+        self, request_iterator: AsyncIterator[target_pb2.AttachRequest], context: grpc.aio.ServicerContext
+    ) -> None:
+        """A draft beside this target."""
+        target = await self._loaded(context)
+        try:
+            await serve_attach(context, target.buffers, target.info.instance_id, target.submit)
+        except OutriderError as error:
+            await abort(context, error)
 
     async def Verify(
         self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: grpc.aio.ServicerContext

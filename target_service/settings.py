@@ -30,6 +30,9 @@ class Settings:
     max_sequence_length: int
     step_tokens: int
     max_queue: int
+    # Size of each co-located draft's buffer, and the group that may read it beside this user.
+    shared_memory: str = "0"
+    shared_memory_group: str = ""
 
 
 def choose_device(device: str) -> torch.device:
