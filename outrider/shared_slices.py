@@ -71,8 +71,6 @@ class SliceWriter:
         with self._lock:
             self._retire_what_is_due()
             length = _ALIGNMENT * max(1, math.ceil(num_bytes / _ALIGNMENT))
-            if not self._handed_out:
-                self._head = 0
             start = self._head
             if start % self._size + length > self._size:  # a slice does not wrap: it starts at the front
                 start += self._size - start % self._size
@@ -102,7 +100,7 @@ class SliceWriter:
     def retire(self, owner: Hashable) -> None:
         """Frees what `owner`, whose sequence was freed or re-aimed, has out, 1.5 s from now."""
         with self._lock:
-            left = [number for number, s in self._handed_out.items() if s.owner == owner and not s.released]
+            left = [number for number, s in self._handed_out.items() if s.owner == owner]
             if left:
                 self._retiring.append((self._clock() + RETIREMENT_SECONDS, left))
 
