@@ -1,0 +1,111 @@
+"""`python -m gateway`: the gateway process."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Annotated
+
+import typer
+
+from gateway.debug import table
+from gateway.gateway import Gateway
+from gateway.metrics import GatewayMetrics
+from gateway.metrics_alias import VllmNames
+from gateway.pairs import Fleet
+from gateway.service import GatewayServicer
+from gateway.validation import Defaults
+from outrider.channels import CLIENT_MESSAGE_BYTES
+from outrider.engine_thread import SWITCH_INTERVAL
+from outrider.server import ServiceFrame, configure_logging
+from outrider.settings import ConfigFile, Listen, LogLevel, MetricsListen, run_command, usage_error
+from outrider.v1 import gateway_pb2_grpc
+
+SERVICE = "outrider.v1.GatewayService"
+
+
+def gateway(
+    pair: Annotated[list[str], typer.Option(help="TARGET[=DRAFT], addresses; repeatable.", show_default=False)],
+    listen: Listen = "127.0.0.1:50050",
+    metrics_listen: MetricsListen = "127.0.0.1:9090",
+    draft_tokens: Annotated[int, typer.Option(min=0, help="Chain length K of requests that name none.")] = 4,
+    draft_timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            help="Seconds until a proposal is late [ten times the draft's mean, 0.02 to 1].",
+            show_default=False,
+        ),
+    ] = None,
+    recover_within: Annotated[
+        float, typer.Option(min=0, help="Seconds to look for a target that continues a lost request.")
+    ] = 60.0,
+    default_max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens to generate for requests that do not say.")
+    ] = 1024,
+    shutdown_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests get to end.")] = 30.0,
+    config: ConfigFile = None,
+    log_level: LogLevel = "info",
+) -> None:
+    """Run the rounds between targets and drafts, and serve clients."""
+    configure_logging(log_level, "gateway")
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    pairs = [parse_pair(text) for text in pair]
+    defaults = Defaults(draft_tokens=draft_tokens, max_new_tokens=default_max_new_tokens)
+    asyncio.run(serve(pairs, listen, metrics_listen, defaults, draft_timeout, recover_within, shutdown_timeout))
+
+
+async def serve(
+    pairs: list[tuple[str, str | None]],
+    listen: str,
+    metrics_listen: str,
+    defaults: Defaults,
+    draft_timeout: float | None,
+    recover_within: float,
+    shutdown_timeout: float,
+) -> None:
+    """Runs the gateway until a signal, and drains."""
+    frame = ServiceFrame("gateway", SERVICE, listen, metrics_listen)
+    metrics = GatewayMetrics(frame.registry)
+    frame.registry.register(VllmNames(metrics))
+    fleet = Fleet(pairs, metrics, draft_timeout)
+    core = Gateway(fleet, metrics, defaults, recover_within)
+    frame.debug_table = lambda: table(core, fleet)
+    await frame.start(
+        lambda server: gateway_pb2_grpc.add_GatewayServiceServicer_to_server(GatewayServicer(core), server),
+        CLIENT_MESSAGE_BYTES,
+    )
+    fleet.start()
+    watching = asyncio.create_task(_follow_health(frame, core, fleet))
+    await frame.run_until_signal()
+    core.draining = True
+    watching.cancel()
+    await frame.drain(core.wait_idle, shutdown_timeout)
+    await fleet.stop()
+
+
+async def _follow_health(frame: ServiceFrame, core: Gateway, fleet: Fleet) -> None:
+    """Health follows the fleet; the ready line comes with the first SERVING."""
+    announced = False
+    while True:
+        changed = fleet.changed()
+        await frame.set_serving(core.serving)
+        if core.serving and not announced:
+            announced = True
+            frame.print_ready()
+        await changed.wait()
+
+
+def parse_pair(text: str) -> tuple[str, str | None]:
+    """TARGET[=DRAFT] as addresses. Raises a usage error that names what it found."""
+    target, _, draft = text.partition("=")
+    for address in filter(None, (target, draft)):
+        if ":" not in address:
+            raise usage_error(f"--pair: expected HOST:PORT[=HOST:PORT], found {text!r}")
+    if not target or ("=" in text and not draft):
+        raise usage_error(f"--pair: expected TARGET[=DRAFT], found {text!r}")
+    return target, draft or None
+
+
+if __name__ == "__main__":
+    run_command(gateway, "gateway")

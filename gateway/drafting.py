@@ -1,0 +1,160 @@
+"""A request's side of the draft: which sequence proposes for it, and what its target must emit for that."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from gateway.draft_session import Chain, DraftSequence
+from gateway.metrics import SpeculationMetrics
+from gateway.pairs import Draft, Target
+from gateway.request import Request
+from outrider.v1 import common_pb2, draft_pb2, target_pb2
+
+AuxRequest = target_pb2.TargetCommand.AuxRequest
+NO_CHAIN = Chain((), 0.0, 0.0, 0.0)
+_RETRY_SECONDS = 1.0  # after a draft refused a sequence
+
+
+class Drafting:
+    """Uses whatever draft is there: opens a sequence, in mid-request too, and goes on without one when it is lost."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._limit = request.admitted.draft_tokens
+        self._target: Target | None = None
+        self._draft: Draft | None = None
+        self._sequence: DraftSequence | None = None
+        self._announced: DraftSequence | None = None  # for which the target emits hidden states
+        self._retry_at = 0.0
+        self.metrics: SpeculationMetrics | None = None
+
+    @property
+    def draft(self) -> Draft | None:
+        """The draft that proposes now."""
+        return self._draft if self._sequence is not None else None
+
+    def begin(self, target: Target) -> AuxRequest | None:
+        """What the target is asked for when the request is opened on it."""
+        if target is not self._target:
+            self.close()
+            self._target = target
+        self._announced = None
+        kept = self._sequence is not None and self._sequence.open
+        self._find_draft()
+        if self._sequence is None:
+            return None
+        self._announced = self._sequence
+        # A draft that has followed so far lacks only the row of the last token.
+        return self._aux(first_position=len(self._request.tokens) - 1 if kept else 0)
+
+    def aux_change(self) -> AuxRequest | None:
+        """What the target must emit from the next step on, where that changed."""
+        self._find_draft()
+        if self._sequence is self._announced:
+            return None
+        self._announced = self._sequence
+        return self._aux(first_position=0) if self._sequence is not None else AuxRequest()
+
+    async def chain(self) -> Chain:
+        """The chain to verify next; empty where the draft is absent, late or lost."""
+        if self._limit == 0:
+            return NO_CHAIN
+        sequence = self._sequence
+        if sequence is None:
+            return self._without("draft_unavailable")
+        longest = self._longest()
+        if longest == 0:
+            return NO_CHAIN
+        if self._announced is not sequence:
+            return self._without("draft_starting")
+        chain = await sequence.chain(len(self._request.tokens))
+        if chain is None:
+            return self._without("draft_late" if sequence.open else "draft_lost")
+        self._trim(chain, longest)
+        return chain if chain.token_ids else self._without("draft_empty", chain)
+
+    def take_prefilled(self, prefilled: target_pb2.TargetEvent.Prefilled) -> None:
+        """Passes a part of the prompt on."""
+        rows = prefilled.hidden_states
+        if self._sequence is not None and (count := _num_rows(rows)):
+            first = rows.first_position + 1
+            self._sequence.extend(rows, self._request.tokens[first : first + count], 0)
+
+    def take_advanced(self, advanced: target_pb2.TargetEvent.Advanced) -> None:
+        """Passes the truth on and asks for the next chain, unless the next step is the last."""
+        if self._sequence is None or advanced.finish_reason or not _num_rows(advanced.hidden_states):
+            return
+        self._sequence.extend(advanced.hidden_states, advanced.token_ids, self._longest(len(advanced.token_ids)))
+
+    def lose(self, num_tokens: int) -> None:
+        """A chain was sent, and its target is gone."""
+        if num_tokens and self.metrics is not None:
+            self.metrics.discard("lost", num_tokens)
+
+    def close(self) -> None:
+        """Frees the draft's sequence."""
+        if self._sequence is not None:
+            self._sequence.close()
+            self._sequence = None
+
+    def _find_draft(self) -> None:
+        """Lets go of a sequence that was lost, and opens one where a draft is there."""
+        if self._sequence is not None and not self._sequence.open:
+            if self._sequence.failed:
+                self._retry_at = asyncio.get_running_loop().time() + _RETRY_SECONDS
+            self._sequence = None
+        if self._limit == 0 or self._sequence is not None or self._target is None:
+            return
+        if self._retry_at and asyncio.get_running_loop().time() < self._retry_at:
+            return
+        draft = self._target.choose_draft(self._request.admitted.draft_model, len(self._request.tokens))
+        if draft is None:
+            return
+        assert draft.session is not None
+        self._draft, self.metrics = draft, draft.metrics
+        command = draft_pb2.DraftCommand.OpenDraft(
+            sampling=self._request.admitted.sampling,
+            request_id=self._request.origin.request_id,
+            traceparent=self._request.origin.traceparent,
+        )
+        self._sequence = draft.session.open(command, draft.metrics.discard)
+
+    def _aux(self, first_position: int) -> AuxRequest:
+        assert self._draft is not None and self._target is not None
+        return AuxRequest(
+            boundaries=self._draft.info.aux_boundaries,
+            transport=self._draft.transport(self._target.info),
+            draft_instance_id=self._draft.info.instance_id,
+            first_position=first_position,
+        )
+
+    def _longest(self, num_new: int = 0) -> int:
+        """Longest chain of use after `num_new` more tokens: the target adds one of its own, and may not pass a cap."""
+        assert self._draft is not None
+        info = self._draft.info
+        next_position = len(self._request.tokens) + num_new
+        if next_position >= info.max_sequence_length:
+            return 0
+        return max(0, min(self._limit, info.max_draft_tokens, self._request.room - num_new - 1))
+
+    def _trim(self, chain: Chain, longest: int) -> None:
+        """Cuts what the target would refuse: the draft is another process, and may be wrong about anything."""
+        token_ids, vocab_size = chain.token_ids, self._request.model.vocab_size
+        assert self.metrics is not None
+        if len(token_ids) > longest:
+            self.metrics.discard("cut", len(token_ids) - longest)
+            chain.token_ids = token_ids = token_ids[:longest]
+        if token_ids and max(token_ids) >= vocab_size:
+            valid = next(place for place, token_id in enumerate(token_ids) if token_id >= vocab_size)
+            self.metrics.discard("invalid", len(token_ids) - valid)
+            chain.token_ids = token_ids[:valid]
+
+    def _without(self, reason: str, chain: Chain = NO_CHAIN) -> Chain:
+        self._request.metrics.fallback(reason)
+        return chain
+
+
+def _num_rows(rows: common_pb2.HiddenStates) -> int:
+    shape: Sequence[int] = rows.tensor.shape
+    return shape[0] if shape else 0

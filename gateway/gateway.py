@@ -1,0 +1,119 @@
+"""The gateway: admits requests, knows which run, and says whether it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from gateway.metrics import GatewayMetrics
+from gateway.outlet import Outlet
+from gateway.pairs import Fleet, Target
+from gateway.request import LENGTH, Origin, Request
+from gateway.round import generate
+from gateway.validation import Defaults, admit
+from outrider.errors import InvalidArgument, NotFound, Unavailable
+from outrider.v1 import gateway_pb2
+
+# Prompts above this are tokenized in a thread: the loop must not stand still for the others' rounds.
+_SMALL_PROMPT_BYTES = 4096
+
+
+class Gateway:
+    """Requests of clients on the fleet's pairs."""
+
+    def __init__(self, fleet: Fleet, metrics: GatewayMetrics, defaults: Defaults, recover_within: float) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+        self._defaults = defaults
+        self._recover_within = recover_within
+        self.requests: set[Request] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.draining = False
+        self._served = False
+        metrics.count_requests = lambda model, phase: sum(
+            1 for request in tuple(self.requests) if request.phase == phase and request.model.model == model
+        )
+
+    async def admit(self, message: gateway_pb2.GenerateRequest, origin: Origin, outlet: Outlet) -> Request:
+        """A checked request, ready to run. Raises OutriderError for one that cannot be served."""
+        if self.draining:
+            raise Unavailable("the gateway is draining")
+        target = self._target_of(message.model)
+        self._check_draft_model(message.speculation.draft_model, target)
+        arguments = (message, target.info, target.tokenizer, self._defaults)
+        if message.ByteSize() > _SMALL_PROMPT_BYTES and message.WhichOneof("prompt") != "token_ids":
+            admitted = await asyncio.to_thread(admit, *arguments)
+        else:
+            admitted = admit(*arguments)
+        target.metrics.prompt_tokens.inc(len(admitted.token_ids))
+        return Request(admitted, origin, target.info, target.tokenizer, target.metrics, outlet)
+
+    async def run(self, request: Request) -> None:
+        """Runs a request to its end. Raises what the client is told."""
+        self.requests.add(request)
+        self._idle.clear()
+        outcome = "abort"
+        try:
+            await generate(request, self._fleet, self._recover_within)
+            outcome = "length" if request.finish_reason == LENGTH else "stop"
+        except Exception:
+            outcome = "error"
+            raise
+        finally:
+            self.requests.discard(request)
+            if not self.requests:
+                self._idle.set()
+            seconds = time.monotonic() - request.origin.arrival
+            request.metrics.finished(outcome, seconds, len(request.admitted.token_ids), request.num_delivered)
+
+    def models(self) -> list[gateway_pb2.ListModelsResponse.Model]:
+        """The models known, with the drafts that can be used now."""
+        return [
+            gateway_pb2.ListModelsResponse.Model(
+                model=name,
+                drafts=dict.fromkeys(d.info.model for target in targets for d in target.drafts if d.available),
+                max_sequence_length=min(target.info.max_sequence_length for target in targets),
+            )
+            for name, targets in self._fleet.known_models().items()
+        ]
+
+    @property
+    def serving(self) -> bool:
+        """Whether requests can be served.
+
+        At start every draft is tried first, and one that does not fit keeps the gateway from serving: a mistake is
+        loud. A draft that turns out not to fit later on is only not used: a roll-out of drafts is free of risk.
+        """
+        available = self._fleet.available_targets()
+        drafts = [draft for target in available for draft in target.drafts]
+        if not self._served and not all(draft.tried and not draft.misfit for draft in drafts):
+            return False
+        self._served = self._served or bool(available)
+        return bool(available)
+
+    async def wait_idle(self) -> None:
+        """Returns once no request runs."""
+        await self._idle.wait()
+
+    def _target_of(self, model: str) -> Target:
+        """A target of the model. Raises NotFound for one that no pair serves, Unavailable while none of its does."""
+        known = self._fleet.known_models()
+        if not known:
+            raise Unavailable("no target has been reached yet")
+        if not model and len(known) > 1:
+            raise InvalidArgument("model", f"expected one of {', '.join(sorted(known))}, found none")
+        name = model or next(iter(known))
+        if name not in known:
+            raise NotFound(f"model: {name!r} is not served here; known are {', '.join(sorted(known))}")
+        available = self._fleet.available_targets(name)
+        if not available:
+            problems = "; ".join(f"{target.address}: {target.problem}" for target in known[name])
+            raise Unavailable(f"no target serves {name} now: {problems}")
+        return min(available, key=lambda target: target.num_sequences)
+
+    def _check_draft_model(self, draft_model: str, target: Target) -> None:
+        drafts = {draft.info.model for draft in target.drafts if draft.info.model}
+        if draft_model and draft_model not in drafts:
+            found = ", ".join(sorted(drafts)) or "none"
+            raise NotFound(f"speculation.draft_model: {draft_model!r} is not beside this model; known are {found}")

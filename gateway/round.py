@@ -1,0 +1,82 @@
+"""The heart of the gateway: how a request is run, round by round."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+from gateway.drafting import Drafting
+from gateway.pairs import Fleet, Target
+from gateway.recovery import Recovery
+from gateway.request import Request
+from gateway.target_session import SequenceLost, TargetSequence
+from outrider.v1 import target_pb2
+
+
+async def generate(request: Request, fleet: Fleet, recover_within: float) -> None:
+    """Runs a request to its end, whatever happens to its target and its draft.
+
+    Raises the error that the client is told. Whoever cancels it frees everything that it holds.
+    """
+    drafting = Drafting(request)
+    recovery = Recovery(request, fleet, recover_within)
+    request.greet()
+    try:
+        while not request.finished:
+            target = await recovery.find_target()
+            try:
+                await run_on(target, request, drafting, recovery)
+            except SequenceLost as loss:
+                recovery.after(loss, target)
+    finally:
+        drafting.close()
+
+
+async def run_on(target: Target, request: Request, drafting: Drafting, recovery: Recovery) -> None:
+    """Runs a request on one target, from wherever it stands, until it has ended or the target has lost it."""
+    sequence = target.open(request.open_command(drafting.begin(target)))
+    try:
+        await prefill(request, sequence, drafting)
+        recovery.progressed()
+        while not request.finished:
+            recovery.leave_if_draining(target)
+            await run_round(request, sequence, drafting)
+            recovery.progressed()
+    finally:
+        sequence.close()
+
+
+async def prefill(request: Request, sequence: TargetSequence, drafting: Drafting) -> None:
+    """Has all tokens so far computed, which yields one more."""
+    while True:
+        event = await sequence.next_event()
+        request.begin_prefill(event)
+        if event.HasField("advanced"):
+            drafting.take_advanced(event.advanced)
+            request.deliver(event.advanced, None)
+            return
+        drafting.take_prefilled(event.prefilled)
+        request.take_prefilled(event.prefilled)
+
+
+async def run_round(request: Request, sequence: TargetSequence, drafting: Drafting) -> None:
+    """One round: take the chain, have it verified, pass the truth on, tell the client."""
+    begun = perf_counter()
+    chain = await drafting.chain()
+    proposed = perf_counter()
+    sequence.advance(chain.token_ids, drafting.aux_change())
+    event = await advanced_event(sequence, drafting, len(chain.token_ids))
+    verified = perf_counter()
+    drafting.take_advanced(event.advanced)
+    num_accepted = request.deliver(event.advanced, len(chain.token_ids))
+    if drafting.metrics is not None:
+        drafting.metrics.count_round(len(chain.token_ids), num_accepted)
+    request.metrics.time_round(chain, event, proposed - begun, verified - proposed, perf_counter() - verified)
+
+
+async def advanced_event(sequence: TargetSequence, drafting: Drafting, num_drafted: int) -> target_pb2.TargetEvent:
+    """The answer to an Advance; the chain of one that is never answered was lost."""
+    try:
+        return await sequence.next_event()
+    except BaseException:
+        drafting.lose(num_drafted)
+        raise

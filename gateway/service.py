@@ -1,0 +1,55 @@
+"""The gRPC front: translates calls into requests, and errors into codes. No decision is made here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+
+import grpc
+
+from gateway.gateway import Gateway
+from gateway.outlet import Outlet
+from gateway.request import Origin
+from outrider.errors import OutriderError, abort, code_of
+from outrider.v1 import gateway_pb2, gateway_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+
+class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
+    """Serves GatewayService."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def Generate(self, message: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        """Streams the continuation; whatever ends the call ends the request."""
+        metadata = dict(context.invocation_metadata() or ())
+        request_id = str(metadata.get("x-request-id") or secrets.token_hex(8))
+        origin = Origin(request_id, str(metadata.get("traceparent", "")))
+        outlet = Outlet()
+        running: asyncio.Task[None] | None = None
+        try:
+            request = await self._gateway.admit(message, origin, outlet)
+            running = asyncio.create_task(self._gateway.run(request), name=f"request {request_id}")
+            running.add_done_callback(lambda _: outlet.close())
+            await outlet.drain(context.write)
+            await running
+        except OutriderError as error:
+            await abort(context, error)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            log.exception("request %s: %s", request_id, code_of(error).name)
+            await abort(context, error)
+        finally:
+            if running is not None:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+
+    async def ListModels(
+        self, message: gateway_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
+    ) -> gateway_pb2.ListModelsResponse:
+        """What can be asked for."""
+        return gateway_pb2.ListModelsResponse(models=self._gateway.models())

@@ -1,0 +1,279 @@
+"""`python -m tests.scripted.draft`: a DraftService that proposes right and wrong tokens at every place, and misbehaves.
+
+Beside the scripted target it reads the truth from the rows, and audits every row that it is given. Beside a real
+target it knows the truth from an oracle: a JSON file of whole sequences recorded without speculation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import grpc
+import typer
+from prometheus_client import Counter, Gauge
+
+from outrider import errors
+from outrider.channels import connect
+from outrider.server import ServiceFrame, configure_logging
+from outrider.settings import run_command
+from outrider.stream import Outbox, serve_stream
+from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from tests.scripted import tokenizer
+from tests.scripted.language import absorb, choose, effective_seed
+
+Command, Event = draft_pb2.DraftCommand, draft_pb2.DraftEvent
+
+
+@dataclass
+class Behaviour:
+    """What the process does, its faults included."""
+
+    model: str
+    max_draft_tokens: int
+    max_sequence_length: int
+    pattern: str
+    delay: float
+    stall_after: int  # proposals, then none is answered
+    die_after: int  # proposals, then the process is gone
+    fail_every: int  # proposals, then the sequence fails
+    fault: str  # empty, long, range or stale: what every third proposal is
+    fingerprint: str
+    oracle: dict[tuple[int, int], list[Sequence[int]]]  # by (position, token): whole sequences that have it there
+
+
+@dataclass
+class Sequence_:
+    """What the draft knows of one sequence."""
+
+    seed: int
+    state: int = 0
+    next_position: int = 0  # of the token that comes after all it was told
+    candidates: list[Sequence[int]] | None = None
+    rng: random.Random = field(default_factory=lambda: random.Random(7))
+
+
+class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
+    """All sessions of the process."""
+
+    def __init__(self, behaviour: Behaviour, frame: ServiceFrame, info: target_pb2.GetTargetInfoResponse) -> None:
+        self.behaviour = behaviour
+        self.target = info
+        self.instance_id = secrets.token_hex(8)
+        self.num_proposals = 0
+        self.sessions: set[Session] = set()
+        self.audit_failures = Counter("outrider_audit_failures", "Rows that were wrong.", registry=frame.registry)
+        self.rows = Counter("outrider_rows", "Rows taken in.", registry=frame.registry)
+        Gauge("outrider_num_sequences", "Sequences held.", registry=frame.registry).set_function(
+            lambda: sum(len(session.sequences) for session in tuple(self.sessions))
+        )
+
+    async def GetDraftInfo(self, request, context) -> draft_pb2.GetDraftInfoResponse:
+        target = self.target
+        return draft_pb2.GetDraftInfoResponse(
+            model=self.behaviour.model,
+            architecture="Scripted",
+            instance_id=self.instance_id,
+            target_instance_id=target.instance_id,
+            weights_fingerprint=self.behaviour.fingerprint or target.weights_fingerprint,
+            aux_boundaries=target.aux_boundaries[1:3],
+            draft_vocab_size=target.vocab_size,
+            max_draft_tokens=self.behaviour.max_draft_tokens,
+            max_sequence_length=self.behaviour.max_sequence_length,
+            transports=[common_pb2.TRANSPORT_INLINE],
+            vocab_size=target.vocab_size,
+            target_hidden_size=target.hidden_size,
+            vocabulary_sha256=target.vocabulary_sha256,
+        )
+
+    async def Propose(self, request_iterator, context: grpc.aio.ServicerContext) -> None:
+        session = Session(self)
+        self.sessions.add(session)
+        try:
+            await serve_stream(
+                context, session.dispatch, session.outbox, lambda events: draft_pb2.ProposeResponse(events=events)
+            )
+        finally:
+            self.sessions.discard(session)
+
+
+class Session:
+    """One Propose stream."""
+
+    def __init__(self, draft: ScriptedDraft) -> None:
+        self._draft = draft
+        self.sequences: dict[int, Sequence_] = {}
+        self.outbox: Outbox[Event] = Outbox()
+
+    def dispatch(self, request: draft_pb2.ProposeRequest) -> None:
+        """Takes commands in."""
+        for command in request.commands:
+            kind = command.WhichOneof("command")
+            if kind == "open":
+                self.sequences[command.sequence_id] = Sequence_(effective_seed(command.open.sampling))
+            elif kind == "close":
+                self.sequences.pop(command.sequence_id, None)
+            elif command.sequence_id in self.sequences:
+                try:
+                    self._extend(command.sequence_id, command.extend)
+                except errors.OutriderError as error:
+                    self._fail(command.sequence_id, error)
+            else:
+                self._fail(command.sequence_id, errors.NotFound(f"sequence {command.sequence_id} is not open"))
+
+    def _fail(self, sequence_id: int, error: errors.OutriderError) -> None:
+        self.sequences.pop(sequence_id, None)
+        self.outbox.put(Event(sequence_id=sequence_id, error=errors.to_status(error)))
+
+    def _extend(self, sequence_id: int, extend: Command.ExtendDraft) -> None:
+        draft, sequence = self._draft, self.sequences[sequence_id]
+        behaviour = draft.behaviour
+        count, _ = extend.hidden_states.tensor.shape
+        if count != len(extend.token_ids):
+            draft.audit_failures.inc()
+            raise errors.InvalidArgument("extend.token_ids", f"expected {count}, found {len(extend.token_ids)}")
+        draft.rows.inc(count)
+        first = extend.hidden_states.first_position
+        if behaviour.oracle:
+            self._narrow(sequence, first, extend.token_ids)
+        else:
+            self._audit(sequence, first, extend)
+        sequence.next_position = first + count + 1
+        if extend.num_draft_tokens:
+            draft.num_proposals += 1
+            if behaviour.die_after and draft.num_proposals > behaviour.die_after:
+                os._exit(1)
+            if behaviour.fail_every and draft.num_proposals % behaviour.fail_every == 0:
+                raise errors.Internal("a scripted failure")
+            if behaviour.stall_after and draft.num_proposals > behaviour.stall_after:
+                return
+            proposal = self._proposal(sequence, extend.num_draft_tokens)
+            event = Event(sequence_id=sequence_id, proposal=proposal, compute_us=int(behaviour.delay * 1e6))
+            if behaviour.delay:
+                asyncio.get_running_loop().call_later(behaviour.delay, self.outbox.put, event)
+            else:
+                self.outbox.put(event)
+
+    def _audit(self, sequence: Sequence_, first: int, extend: Command.ExtendDraft) -> None:
+        """Row i must be of position first + i, follow from the row before it, and pair with the token after it."""
+        data = extend.hidden_states.tensor.data
+        for index, token_id in enumerate(extend.token_ids):
+            position = int.from_bytes(data[16 * index : 16 * index + 8], "little")
+            state = int.from_bytes(data[16 * index + 8 : 16 * index + 16], "little")
+            follows = index == 0 or state == sequence.state
+            contiguous = index > 0 or first != sequence.next_position - 1 or state == sequence.state
+            if position != first + index or not follows or not contiguous:
+                self._draft.audit_failures.inc()
+                raise errors.InvalidArgument("extend.hidden_states", f"row {index} at {first} is wrong")
+            sequence.state = absorb(state, token_id)
+
+    def _narrow(self, sequence: Sequence_, first: int, token_ids: Sequence[int]) -> None:
+        for index, token_id in enumerate(token_ids):
+            position = first + index + 1
+            if sequence.candidates is None:
+                sequence.candidates = self._draft.behaviour.oracle.get((position, token_id), [])
+            sequence.candidates = [s for s in sequence.candidates if position < len(s) and s[position] == token_id]
+
+    def _truth(self, sequence: Sequence_, count: int) -> list[int]:
+        if self._draft.behaviour.oracle:
+            known = (sequence.candidates or [[]])[0]
+            return list(known[sequence.next_position : sequence.next_position + count])
+        state, tokens = sequence.state, []
+        for _ in range(count):
+            tokens.append(choose(state, sequence.seed, tokenizer.choices()))
+            state = absorb(state, tokens[-1])
+        return tokens
+
+    def _proposal(self, sequence: Sequence_, count: int) -> Event.Proposal:
+        behaviour = self._draft.behaviour
+        position, vocab_size = sequence.next_position, self._draft.target.vocab_size
+        count = min(count, behaviour.max_draft_tokens)
+        if position >= behaviour.max_sequence_length:
+            count = 0
+        token_ids = self._truth(sequence, count)
+        for place in range(len(token_ids)):
+            if _is_wrong(behaviour.pattern, position, place, count, sequence.rng):
+                token_ids[place] = (token_ids[place] + 1 + position % 5) % vocab_size
+        if behaviour.fault and self._draft.num_proposals % 3 == 0:
+            token_ids, position = _spoil(behaviour.fault, token_ids, position, vocab_size)
+        return Event.Proposal(token_ids=token_ids, probabilities=[0.5] * len(token_ids), first_position=position)
+
+
+def _is_wrong(pattern: str, position: int, place: int, count: int, rng: random.Random) -> bool:
+    """Whether the place of a chain for `position` is spoilt: `cycle` accepts every length in turn."""
+    if pattern == "right":
+        return False
+    if pattern == "wrong":
+        return True
+    if pattern == "random":
+        return rng.random() < 0.3
+    return place == (position * 2654435761 >> 8) % (count + 1)
+
+
+def _spoil(fault: str, token_ids: list[int], position: int, vocab_size: int) -> tuple[list[int], int]:
+    if fault == "empty":
+        return [], position
+    if fault == "long":
+        return token_ids + token_ids + [5, 6, 7], position
+    if fault == "range":
+        return [*token_ids[:1], vocab_size + 7, 4_000_000_000], position
+    return token_ids, position - 1
+
+
+async def serve(behaviour: Behaviour, target: str, listen: str, metrics_listen: str) -> None:
+    """Asks the target what it is, and runs until a signal."""
+    frame = ServiceFrame("draft", "outrider.v1.DraftService", listen, metrics_listen)
+    async with connect(target) as channel:
+        stub = target_pb2_grpc.TargetServiceStub(channel)
+        info = await stub.GetTargetInfo(target_pb2.GetTargetInfoRequest(), wait_for_ready=True, timeout=30)
+    draft = ScriptedDraft(behaviour, frame, info)
+    frame.debug_table = lambda: "\n".join(str(sorted(session.sequences)) for session in draft.sessions)
+    await frame.start(lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(draft, server))
+    await frame.set_serving(True)
+    frame.print_ready()
+    await frame.run_until_signal()
+
+    async def nothing() -> None:
+        return
+
+    await frame.drain(nothing, 1.0)
+
+
+def main(
+    target: Annotated[str, typer.Option()],
+    listen: str = "127.0.0.1:0",
+    metrics_listen: str = "127.0.0.1:0",
+    model: str = "scripted-draft",
+    max_draft_tokens: int = 8,
+    max_sequence_length: int = 1 << 20,
+    pattern: str = "cycle",
+    delay: float = 0.0,
+    stall_after: int = 0,
+    die_after: int = 0,
+    fail_every: int = 0,
+    fault: str = "",
+    fingerprint: str = "",
+    oracle: Path | None = None,
+) -> None:
+    """A draft that is right and wrong as ordered."""
+    configure_logging("info", "draft")
+    index: dict[tuple[int, int], list[Sequence[int]]] = {}
+    for sequence in json.loads(oracle.read_text()) if oracle else []:
+        for position, token_id in enumerate(sequence):
+            index.setdefault((position, token_id), []).append(sequence)
+    behaviour = Behaviour(
+        model, max_draft_tokens, max_sequence_length, pattern, delay, stall_after, die_after, fail_every, fault,
+        fingerprint, index,
+    )  # fmt: skip
+    asyncio.run(serve(behaviour, target, listen, metrics_listen))
+
+
+if __name__ == "__main__":
+    run_command(main, "scripted-draft")
