@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 
 from gateway.metrics import GatewayMetrics
@@ -16,6 +17,7 @@ from outrider.v1 import gateway_pb2
 
 # Prompts above this are tokenized in a thread: the loop must not stand still for the others' rounds.
 _SMALL_PROMPT_BYTES = 4096
+_PATIENCE_SECONDS = 1.0
 
 
 class Gateway:
@@ -39,7 +41,7 @@ class Gateway:
         """A checked request, ready to run. Raises OutriderError for one that cannot be served."""
         if self.draining:
             raise Unavailable("the gateway is draining")
-        target = self._target_of(message.model)
+        target = await self._target_of(message.model)
         self._check_draft_model(message.speculation.draft_model, target)
         arguments = (message, target.info, target.tokenizer, self._defaults)
         if message.ByteSize() > _SMALL_PROMPT_BYTES and message.WhichOneof("prompt") != "token_ids":
@@ -96,8 +98,11 @@ class Gateway:
         """Returns once no request runs."""
         await self._idle.wait()
 
-    def _target_of(self, model: str) -> Target:
-        """A target of the model. Raises NotFound for one that no pair serves, Unavailable while none of its does."""
+    async def _target_of(self, model: str) -> Target:
+        """A target of the model. Raises NotFound for one that no pair serves, Unavailable while none of its does.
+
+        A target whose session just broke is often back within a moment, so there is a little patience.
+        """
         known = self._fleet.known_models()
         if not known:
             raise Unavailable("no target has been reached yet")
@@ -106,7 +111,11 @@ class Gateway:
         name = model or next(iter(known))
         if name not in known:
             raise NotFound(f"model: {name!r} is not served here; known are {', '.join(sorted(known))}")
-        available = self._fleet.available_targets(name)
+        deadline = time.monotonic() + min(_PATIENCE_SECONDS, self._recover_within)
+        while not (available := self._fleet.available_targets(name)) and time.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await self._fleet.changed().wait()
         if not available:
             problems = "; ".join(f"{target.address}: {target.problem}" for target in known[name])
             raise Unavailable(f"no target serves {name} now: {problems}")

@@ -65,6 +65,7 @@ class Peer:
         while True:
             try:
                 await self._until_doubtful()
+                continue
             except grpc.aio.AioRpcError as error:
                 self._unavailable(f"{error.code().name}: {error.details()}")
             except OutriderError as error:

@@ -133,22 +133,24 @@ class Request:
         emitted: Sequence[int] = advanced.token_ids
         reason = advanced.finish_reason
         taken = self._text.take(emitted, ended_by_token=reason == STOP, final=reason != 0)
-        token_ids = emitted[: taken.num_tokens]
-        num_accepted = min(advanced.num_accepted, taken.num_tokens)
+        count = len(taken.ends)
+        token_ids = emitted[:count]
+        num_accepted = min(advanced.num_accepted, count)
         self.tokens.extend(token_ids)
         if num_drafted is not None:
             self._usage.count_step(num_drafted, num_accepted)
         response = gateway_pb2.GenerateResponse(
             text=taken.text,
             token_ids=token_ids,
-            logprobs=advanced.logprobs[: taken.num_tokens],
-            from_draft=[place < num_accepted for place in range(taken.num_tokens)],
+            logprobs=advanced.logprobs[:count],
+            from_draft=[place < num_accepted for place in range(count)],
+            text_ends=taken.ends,
         )
         if taken.stop is not None:
             reason, response.stop = STOP, taken.stop
         elif reason == STOP and token_ids[-1] not in self._eos_token_ids:
             response.stop_token_id = token_ids[-1]
-        self._measure(taken.num_tokens)
+        self._measure(count)
         if reason:
             self._finish(response, reason)
         self.outlet.put(response)

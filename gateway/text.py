@@ -10,9 +10,13 @@ from gateway.tokenizer import ModelTokenizer
 
 
 class Taken(NamedTuple):
-    """What came of some emitted tokens: how many count, their text, and the stop string that ended it, if one did."""
+    """What came of some emitted tokens.
 
-    num_tokens: int
+    `ends[i]` is how many bytes of `text`, in UTF-8, token i made certain with those before it: one for each token that
+    counts. `stop` is the stop string that ended it, if one did.
+    """
+
+    ends: list[int]
     text: str
     stop: str | None
 
@@ -42,18 +46,18 @@ class TextState:
         `ended_by_token`: the last is an end or stop token, which has no text. `final`: nothing follows, so that what
         was held back is certain.
         """
-        pieces: list[str] = []
-        for index, token_id in enumerate(token_ids):
-            if ended_by_token and index == len(token_ids) - 1:
-                break
+        text, ends = "", []
+        for token_id in token_ids[:-1] if ended_by_token else token_ids:
             found = self._push(token_id, counts=self._num_generated >= self._min_new_tokens)
+            text += found.text if isinstance(found, Match) else found
+            ends.append(len(text.encode()))
             if isinstance(found, Match):
-                pieces.append(found.text)
-                return Taken(index + 1, "".join(pieces), found.stop)
-            pieces.append(found)
+                return Taken(ends, text, found.stop)
+        if ended_by_token:
+            ends.append(len(text.encode()))
         if final:
-            pieces.append(self._stops.flush())
-        return Taken(len(token_ids), "".join(pieces), None)
+            text += self._stops.flush()
+        return Taken(ends, text, None)
 
     def _push(self, token_id: int, counts: bool) -> str | Match:
         self._num_generated += 1

@@ -20,6 +20,7 @@ class Answer:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)  # the text that each token made certain
     from_draft: list[bool] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     prompt_logprobs: list[Any] = field(default_factory=list)
@@ -37,6 +38,11 @@ class Answer:
             assert message.HasField("seed") and not message.token_ids, "the first message comes before any token"
             self.seed, self.prompt_token_ids = message.seed, list(message.prompt_token_ids)
         assert len(message.from_draft) == len(message.token_ids)
+        assert len(message.text_ends) == len(message.token_ids)
+        ends = list(message.text_ends)
+        assert ends == sorted(ends) and (not ends or ends[-1] <= len(message.text.encode()))
+        starts = [0, *ends][: len(ends)]
+        self.pieces += [message.text.encode()[start:end].decode() for start, end in zip(starts, ends, strict=True)]
         self.num_messages += 1
         self.text += message.text
         self.token_ids += message.token_ids
@@ -54,7 +60,7 @@ class Answer:
         usage = self.usage
         return (
             self.token_ids, self.text, self.finish_reason, self.matched_stop, self.seed,
-            usage.prompt_tokens, usage.completion_tokens, usage.seed, self.prompt_token_ids,
+            self.pieces, usage.prompt_tokens, usage.completion_tokens, usage.seed, self.prompt_token_ids,
             [(p.logprob, p.rank) for p in self.logprobs], [(p.logprob, p.rank) for p in self.prompt_logprobs],
         )  # fmt: skip
 
