@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.2
 INFO_SECONDS = 5.0
+_AGAIN_SECONDS = 0.01  # after a doubt, which the next health check often dispels
 
 
 class Peer:
@@ -65,6 +66,7 @@ class Peer:
         while True:
             try:
                 await self._until_doubtful()
+                await asyncio.sleep(_AGAIN_SECONDS)
                 continue
             except grpc.aio.AioRpcError as error:
                 self._unavailable(f"{error.code().name}: {error.details()}")
