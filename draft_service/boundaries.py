@@ -41,9 +41,7 @@ def resolve_boundaries(
     return resolved
 
 
-def _check(
-    numbers: Sequence[int], draft: DraftDescription, num_layers: int, rule: str, faults: Faults
-) -> None:
+def _check(numbers: Sequence[int], draft: DraftDescription, num_layers: int, rule: str, faults: Faults) -> None:
     if any(not 0 <= number <= num_layers for number in numbers):
         faults.add(f"aux boundaries {list(numbers)} ({rule}): expected 0..{num_layers}, the target's boundaries")
     if len(set(numbers)) != len(numbers):

@@ -30,9 +30,9 @@ class Sharing:
     head: str
 
     @property
-    def any_shared(self) -> bool:
-        """Whether a tensor is the target's."""
-        return TARGET in (self.embed, self.head)
+    def from_target(self) -> list[str]:
+        """Names of the tensors that are the target's."""
+        return [name for name, origin in ((EMBED, self.embed), (HEAD, self.head)) if origin == TARGET]
 
 
 def resolve_sharing(
@@ -46,15 +46,16 @@ def resolve_sharing(
         )
     if draft.vocab_size > target.vocab_size:
         faults.add(
-            f"vocab_size: the draft was trained for {draft.vocab_size} token ids, {target.model} has {target.vocab_size}"
+            f"vocab_size: the draft was trained for {draft.vocab_size} token ids, "
+            f"{target.model} has {target.vocab_size}"
         )
     sharing = Sharing(
         embed=OWN if EMBED in tensor_names else TARGET,
         # A reduced head that is missing is a fault of its own: the target's has other rows.
         head=OWN if HEAD in tensor_names or draft.reduced else TARGET,
     )
-    for name, origin in ((EMBED, sharing.embed), (HEAD, sharing.head)):
-        if origin == TARGET and draft.hidden_size != target.hidden_size:
+    for name in sharing.from_target:
+        if draft.hidden_size != target.hidden_size:
             faults.add(
                 f"{name}: missing, and the target's is [{target.vocab_size}, {target.hidden_size}] where "
                 f"[{draft.vocab_size}, {draft.hidden_size}] is needed"

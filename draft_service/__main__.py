@@ -1,0 +1,75 @@
+"""The command line of the draft service. Threads are set before torch is imported."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outrider.settings import ConfigFile, Listen, LogLevel, MetricsListen, run_command, usage_error
+
+
+def draft(
+    model: Annotated[Path, typer.Option(help="Directory of the EAGLE-3 checkpoint.")],
+    target: Annotated[str, typer.Option(help="Address of the target that it drafts for.")],
+    listen: Listen = "127.0.0.1:7102",
+    metrics_listen: MetricsListen = "127.0.0.1:9102",
+    name: Annotated[str, typer.Option(help="Label of metrics; by default the directory's name.")] = "",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32 or bfloat16.")] = "auto",
+    kv_cache: Annotated[str, typer.Option(help="Memory of the draft's own cache, such as 256MiB.")] = "256MiB",
+    max_draft_tokens: Annotated[int, typer.Option(help="Longest chain that it proposes.")] = 16,
+    max_sequence_length: Annotated[int, typer.Option(help="Longest sequence that it drafts; 0: the target's.")] = 0,
+    aux_boundaries: Annotated[str, typer.Option(help="Boundaries such as 2,15,27, whatever the config says.")] = "",
+    norm_output: Annotated[
+        str, typer.Option(help="auto, true or false: whether what is fed back is taken after the final norm.")
+    ] = "auto",
+    threads: Annotated[int, typer.Option(help="Threads of computations on a CPU.")] = 1,
+    grace: Annotated[float, typer.Option(help="Seconds that open streams get after SIGTERM.")] = 30.0,
+    log_level: LogLevel = "info",
+    config: ConfigFile = None,
+) -> None:
+    """Proposes token chains from the target's hidden states."""
+    if threads < 1:
+        raise usage_error(f"--threads: expected at least 1, found {threads}")
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    import torch
+
+    from draft_service.server import DraftServer
+    from draft_service.settings import Settings
+    from outrider.errors import OutriderError
+    from outrider.server import configure_logging
+
+    torch.set_num_threads(threads)
+    configure_logging(log_level, "draft")
+    try:
+        settings = Settings(
+            model,
+            target,
+            name,
+            device,
+            dtype,
+            kv_cache,
+            max_draft_tokens,
+            max_sequence_length,
+            aux_boundaries,
+            norm_output,
+        ).validated()
+        asyncio.run(DraftServer(settings, listen, metrics_listen).run(grace))
+    except (ValueError, OSError, OutriderError) as error:
+        print(f"outrider draft: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line and exits."""
+    run_command(draft, "draft", arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Pages of the draft's keys and values: who holds which, and who loses them when there are too few."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import torch
+
+from draft_service.sequence import DraftSequence
+from kernels.kv_cache import KVCache
+from outrider.pages import PageAllocator
+
+
+class DraftCache:
+    """The paged cache of one draft model, for positions below `max_positions`."""
+
+    def __init__(self, kv: KVCache, max_positions: int, device: torch.device) -> None:
+        self.kv = kv
+        self.allocator = PageAllocator(kv.num_pages, kv.page_size)
+        self._table_width = -(-max_positions // kv.page_size)
+        self._device = device
+
+    def reserve(self, sequence: DraftSequence, end: int) -> bool:
+        """Gives the sequence pages for its positions start..end-1; False, and no change, where too few are free."""
+        size = self.kv.page_size
+        first_page = sequence.start // size
+        if first_page != sequence.first_page:
+            self.release(sequence)
+            sequence.first_page = first_page
+        missing = -(-end // size) - first_page - len(sequence.pages)
+        if missing > 0:
+            pages = self.allocator.allocate(missing)
+            if pages is None:
+                return False
+            if sequence.table is None:
+                sequence.table = torch.zeros(self._table_width, dtype=torch.int32)
+            held = first_page + len(sequence.pages)
+            sequence.table[held : held + missing] = torch.tensor(pages, dtype=torch.int32)
+            sequence.pages += pages
+        return True
+
+    def release(self, sequence: DraftSequence) -> None:
+        """Takes all pages of a sequence back."""
+        self.allocator.free(sequence.pages)
+        sequence.pages = []
+
+    def forget(self, sequence: DraftSequence) -> None:
+        """Takes a sequence's cache away: it starts anew with the rows that come next."""
+        self.release(sequence)
+        sequence.start = sequence.end = 0
+
+    def make_room(self, candidates: Iterable[DraftSequence], spared: Collection[DraftSequence]) -> DraftSequence | None:
+        """The sequence that was idle longest and is not spared loses its cache; None where there is none."""
+        holders = [sequence for sequence in candidates if sequence.pages and sequence not in spared]
+        if not holders:
+            return None
+        victim = min(holders, key=lambda sequence: sequence.last_used)
+        self.forget(victim)
+        return victim
+
+    def tables(self, sequences: Collection[DraftSequence]) -> torch.Tensor:
+        """Page tables of the sequences, int32 [S, P]."""
+        tables = [sequence.table for sequence in sequences if sequence.table is not None]
+        assert len(tables) == len(sequences), "a sequence without pages"
+        return (torch.stack(tables) if len(tables) > 1 else tables[0][None]).to(self._device)

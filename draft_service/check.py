@@ -1,0 +1,77 @@
+"""`outrider check DRAFT --target DIR`: does this draft fit this target? From headers alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from draft_service.faults import Faults
+from draft_service.inspection import fit, inspect_draft
+from draft_service.settings import parse_boundaries
+from draft_service.sharing import TargetFacts
+from outrider.checkpoint import Checkpoint, CheckpointError
+from outrider.settings import run_command
+
+
+def check(
+    draft: Annotated[Path, typer.Argument(help="Directory of the EAGLE-3 checkpoint.")],
+    target: Annotated[Path, typer.Option(help="Directory of the target's checkpoint.")],
+    aux_boundaries: Annotated[str, typer.Option(help="Boundaries such as 2,15,27, whatever the config says.")] = "",
+) -> None:
+    """Says whether a draft fits a target: everything resolved, or every fault."""
+    try:
+        lines = resolve(draft, target, aux_boundaries)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(1) from None
+    width = max(map(len, lines))
+    for name, value in lines.items():
+        print(f"{name:<{width}}  {value}")
+    print("fits")
+
+
+def resolve(draft: Path, target: Path, aux_boundaries: str = "") -> dict[str, str]:
+    """Everything resolved, as names and values. Raises ValueError that lists every fault of both directories."""
+    faults = Faults(f"{draft} beside {target}")
+    override = parse_boundaries(aux_boundaries)
+    facts = _target_facts(target, faults)
+    inspected = inspect_draft(draft, faults)
+    fitted = fit(inspected, facts, override, faults) if inspected and facts else None
+    faults.raise_if_any()
+    assert fitted is not None
+    return fitted.summary()
+
+
+def _target_facts(directory: Path, faults: Faults) -> TargetFacts | None:
+    """The target's sizes, from its config. Its embedding must be what the config says."""
+    try:
+        checkpoint = Checkpoint(directory)
+    except CheckpointError as error:
+        faults.add(f"the target: {error}")
+        return None
+    sizes: dict[str, Any] = {
+        key: checkpoint.config.get(key) for key in ("vocab_size", "hidden_size", "num_hidden_layers")
+    }
+    for key, value in sizes.items():
+        if not isinstance(value, int):
+            faults.add(f"the target's {key}: expected an integer in {directory / 'config.json'}, found {value!r}")
+            return None
+    embedding = checkpoint.tensors.get("model.embed_tokens.weight")
+    expected = (sizes["vocab_size"], sizes["hidden_size"])
+    if embedding is None or embedding.shape != expected:
+        found = "none" if embedding is None else str(list(embedding.shape))
+        faults.add(f"the target's model.embed_tokens.weight: expected {list(expected)}, found {found}")
+    return TargetFacts(directory.resolve().name, *expected, sizes["num_hidden_layers"])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line and exits: 0 where the draft fits, 1 with every fault where it does not."""
+    run_command(check, "check", arguments)
+
+
+if __name__ == "__main__":
+    main()

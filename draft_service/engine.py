@@ -1,0 +1,203 @@
+"""The draft's engine: gathers what waits, runs a step, hands the answers over. Runs in one thread, knows no RPC."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from draft_service.metrics import DraftMetrics
+from draft_service.proposer import Chain, Proposer, Turn
+from draft_service.sequence import DraftSequence, Extend, take_rows
+
+# A step waits for sequences whose rows are on their way, at most this share of the last step's time.
+WAIT_SHARE = 0.15
+# Rows of sequences that want no chain, taken into one step beside those that do.
+INTAKE_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A sequence begins."""
+
+    sequence: DraftSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """A sequence ends."""
+
+    sequence: DraftSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Replace:
+    """New weights; all sequences have ended."""
+
+    proposer: Proposer
+
+
+Command: TypeAlias = Open | Extend | Close | Replace
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A chain for a sequence, or the error that ended it."""
+
+    sequence: DraftSequence
+    chain: Chain
+    first_position: int
+    queue_us: int = 0
+    compute_us: int = 0
+    error: Exception | None = None
+
+
+class DraftEngine:
+    """Drives a Proposer. `deliver` takes the answers of a step, in order within each sequence."""
+
+    def __init__(
+        self,
+        proposer: Proposer,
+        deliver: Callable[[list[Answer]], None],
+        metrics: DraftMetrics,
+    ) -> None:
+        self._proposer = proposer
+        self._deliver = deliver
+        self._metrics = metrics
+        self.sequences: set[DraftSequence] = set()
+        self._waiting: dict[DraftSequence, list[Extend]] = {}
+        # Sequences that were answered and whose next rows are on their way.
+        self._expected: set[DraftSequence] = set()
+        self._last_step = 0.0
+        self._in_step: list[DraftSequence] = []
+
+    def apply(self, batches: list[list[Command]]) -> None:
+        """Takes commands in, in order. Those of one message come together, so that a step sees all or none."""
+        for command in itertools.chain.from_iterable(batches):
+            if isinstance(command, Extend):
+                self._extend(command)
+            elif isinstance(command, Open):
+                self.sequences.add(command.sequence)
+            elif isinstance(command, Close):
+                self._close(command.sequence)
+            else:
+                self._proposer = command.proposer
+        self._metrics.cache_usage.set(self._proposer.cache.allocator.usage)
+        self._metrics.sequences.set(len(self.sequences))
+        self._metrics.waiting.set(len(self._waiting))
+
+    def idle_seconds(self) -> float | None:
+        """Until a command arrives when nothing waits; else as long as others are worth waiting for."""
+        if not self._waiting:
+            return None
+        return max(0.0, self._wait_until() - time.perf_counter())
+
+    def step(self) -> None:
+        """Takes the rows in that wait and proposes the chains that are wanted."""
+        if not self._waiting or time.perf_counter() < self._wait_until():
+            return
+        taken = self._take_waiting()
+        self._in_step = [extends[0].sequence for extends in taken]
+        started = time.perf_counter()
+        try:
+            turns = [turn for extends in taken if (turn := self._turn(extends))]
+            chains = self._proposer.step(turns) if turns else []
+        finally:
+            for extends in taken:
+                _release(extends)
+        self._last_step = time.perf_counter() - started
+        self._answer(taken, dict(zip((turn.sequence for turn in turns), chains, strict=True)), started)
+        self._metrics.step(self._last_step, turns, chains)
+        self._metrics.cache_usage.set(self._proposer.cache.allocator.usage)
+
+    def on_failure(self, error: Exception) -> None:
+        """Ends the sequences of the step that raised."""
+        failed = [sequence for sequence in self._in_step if not sequence.closed]
+        for sequence in failed:
+            self._close(sequence)
+        self._deliver([Answer(sequence, Chain([], []), 0, error=error) for sequence in failed])
+
+    def _extend(self, extend: Extend) -> None:
+        if extend.sequence.closed:
+            _release([extend])
+            return
+        self._waiting.setdefault(extend.sequence, []).append(extend)
+        self._expected.discard(extend.sequence)
+
+    def _close(self, sequence: DraftSequence) -> None:
+        """Frees everything of a sequence; closing twice does nothing."""
+        sequence.closed = True
+        self.sequences.discard(sequence)
+        self._expected.discard(sequence)
+        _release(self._waiting.pop(sequence, []))
+        self._proposer.cache.release(sequence)
+
+    def _wait_until(self) -> float:
+        if not self._expected:
+            return 0.0
+        first = min(extends[0].arrived for extends in self._waiting.values())
+        return first + WAIT_SHARE * self._last_step
+
+    def _take_waiting(self) -> list[list[Extend]]:
+        """What waits, by sequence: all that want a chain, and of the others as many rows as fit into a step."""
+        taken, rows = [], 0
+        for sequence, extends in list(self._waiting.items()):
+            count = sum(len(extend.token_ids) for extend in extends)
+            if extends[-1].num_draft_tokens == 0:
+                if rows and rows + count > INTAKE_ROWS:
+                    continue
+                rows += count
+            taken.append(extends)
+            del self._waiting[sequence]
+        return taken
+
+    def _turn(self, extends: list[Extend]) -> Turn | None:
+        """A sequence's part in the step; None where there is nothing to compute."""
+        sequence, last = extends[0].sequence, extends[-1]
+        if sequence.start < sequence.end < extends[0].first_position:
+            self._metrics.gaps.inc()
+        limits = self._proposer.limits
+        rows = take_rows(sequence, extends, limits.max_sequence_length)
+        room = limits.max_sequence_length - last.proposal_position
+        num_tokens = max(0, min(last.num_draft_tokens, limits.max_draft_tokens, room))
+        sequence.last_used = time.monotonic()
+        if not rows.count or not self._make_room(sequence, sequence.end + max(0, num_tokens - 1)):
+            return None
+        return Turn(sequence, rows, num_tokens, last.min_confidence)
+
+    def _make_room(self, sequence: DraftSequence, end: int) -> bool:
+        """Reserves pages, at the cost of idle sequences' caches; without enough of those it loses its own."""
+        cache = self._proposer.cache
+        while not cache.reserve(sequence, end):
+            self._metrics.cache_losses.inc()
+            if cache.make_room(self.sequences, self._in_step) is None:
+                cache.forget(sequence)
+                return False
+        return True
+
+    def _answer(self, taken: list[list[Extend]], chains: dict[DraftSequence, Chain], started: float) -> None:
+        """One Proposal for each command that asked; only the last of a sequence has a chain."""
+        compute_us = int(self._last_step * 1e6)
+        self._expected.clear()  # those that did not come this time are not waited for again
+        answers = []
+        for extends in taken:
+            for extend in extends:
+                if extend.num_draft_tokens:
+                    chain = chains.get(extend.sequence) if extend is extends[-1] else None
+                    queue_us = int(max(0.0, started - extend.arrived) * 1e6)
+                    answers.append(
+                        Answer(extend.sequence, chain or Chain([], []), extend.proposal_position, queue_us, compute_us)
+                    )
+                    self._expected.add(extend.sequence)
+        self._in_step = []
+        if answers:
+            self._deliver(answers)
+
+
+def _release(extends: list[Extend]) -> None:
+    for extend in extends:
+        if extend.on_read is not None:
+            extend.on_read()
+            extend.on_read = None

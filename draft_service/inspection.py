@@ -1,0 +1,85 @@
+"""Everything about a draft that its headers say, and how it fits a target: without loading weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from draft_service.boundaries import Boundaries, resolve_boundaries
+from draft_service.description import DraftDescription, describe_flat
+from draft_service.families import recognise
+from draft_service.faults import Faults
+from draft_service.layout import D2T, T2D, canonical_names, compare, validate_d2t
+from draft_service.sharing import Sharing, TargetFacts, resolve_sharing
+from outrider.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class InspectedDraft:
+    """A draft checkpoint whose headers fit its config. `names`: canonical name to name in the file."""
+
+    checkpoint: Checkpoint
+    description: DraftDescription
+    names: dict[str, str]
+
+
+@dataclass(frozen=True)
+class FittedDraft:
+    """A draft beside a target that it fits."""
+
+    draft: InspectedDraft
+    target: TargetFacts
+    boundaries: Boundaries
+    sharing: Sharing
+
+    def summary(self) -> dict[str, str]:
+        """Everything resolved, as lines of name and value."""
+        draft = self.draft.description
+        norms = [name for name in ("norm_before_fc", "fc_norm") if getattr(draft, name)]
+        biases = [name for name in ("attention_bias", "mlp_bias") if getattr(draft, name)]
+        if "fc.bias" in self.draft.names:
+            biases.append("fc_bias")
+        return {
+            "layout": f"{draft.layout}, {draft.architecture}",
+            "target": f"{self.target.model}: {self.target.num_layers} layers of {self.target.hidden_size}, "
+            f"vocabulary {self.target.vocab_size}",
+            "boundaries": f"{', '.join(map(str, self.boundaries.values))} ({self.boundaries.rule})",
+            "norms on target states": ", ".join(norms) or "none",
+            "residual": "hidden_norm(g)" if draft.norm_before_residual else "g",
+            "fed back": "norm(o)" if draft.norm_output else "o",
+            "biases": ", ".join(biases) or "none",
+            "layer": f"hidden {draft.hidden_size}, intermediate {draft.intermediate_size}, "
+            f"{draft.num_attention_heads} heads over {draft.num_key_value_heads}, head_dim {draft.head_dim}",
+            "rope": draft.rope_summary,
+            "max positions": f"trained to {draft.max_position_embeddings or 'an unstated length'}",
+            "draft vocabulary": f"{draft.draft_vocab_size} of {draft.vocab_size}"
+            + (", mapped by d2t" if draft.reduced else ""),
+            "embed_tokens": f"from the {self.sharing.embed}",
+            "lm_head": f"from the {self.sharing.head}",
+        }
+
+
+def inspect_draft(directory: str | os.PathLike[str], faults: Faults) -> InspectedDraft | None:
+    """Reads config and headers, and d2t. None, with faults, where the config says too little to go on.
+
+    Raises CheckpointError for a directory that is no checkpoint, and for a draft of a kind that is not supported.
+    """
+    checkpoint = Checkpoint(directory)
+    names = canonical_names(checkpoint.tensors, faults)
+    layout = recognise(checkpoint.config, names, str(checkpoint.directory))
+    description = describe_flat(checkpoint.config, layout, faults)
+    if description is None:
+        return None
+    compare(description, {name: checkpoint.tensors[stored] for name, stored in names.items()}, faults)
+    if not faults:
+        maps = [checkpoint.load(names[name]) if name in names else None for name in (D2T, T2D)]
+        validate_d2t(description, maps[0], maps[1], faults)
+    return InspectedDraft(checkpoint, description, names)
+
+
+def fit(draft: InspectedDraft, target: TargetFacts, override: Sequence[int] | None, faults: Faults) -> FittedDraft:
+    """Decides boundaries and the origin of shared tensors, with a fault for each reason why the two do not fit."""
+    boundaries = resolve_boundaries(draft.description, target.num_layers, override, faults)
+    sharing = resolve_sharing(draft.description, draft.names, target, faults)
+    return FittedDraft(draft, target, boundaries, sharing)

@@ -1,0 +1,88 @@
+"""From flags to sizes: device, dtype, boundaries, cache, limits."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from draft_service.model import DraftModel
+from draft_service.proposer import Limits
+from kernels.kv_cache import PAGE_SIZE
+from outrider.settings import parse_bytes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The flags of a draft. 0 stands for a value that the target decides, "auto" for one that the checkpoint does."""
+
+    model: Path
+    target: str
+    name: str
+    device: str
+    dtype: str
+    kv_cache: str
+    max_draft_tokens: int
+    max_sequence_length: int
+    aux_boundaries: str
+    norm_output: str
+
+    def validated(self) -> Settings:
+        """The same with the name filled in. Raises ValueError, naming the flag, for a value that makes no sense."""
+        for flag, value, choices in (
+            ("--device", self.device, ("auto", "cpu", "cuda")),
+            ("--dtype", self.dtype, ("auto", "float32", "bfloat16")),
+            ("--norm-output", self.norm_output, ("auto", "true", "false")),
+        ):
+            if value not in choices:
+                raise ValueError(f"{flag}: expected {', '.join(choices[:-1])} or {choices[-1]}, found {value!r}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device: expected a CUDA device, found none")
+        if self.max_draft_tokens < 1:
+            raise ValueError(f"--max-draft-tokens: expected at least 1, found {self.max_draft_tokens}")
+        if self.max_sequence_length < 0:
+            raise ValueError(f"--max-sequence-length: expected 0 or more, found {self.max_sequence_length}")
+        parse_bytes(self.kv_cache)
+        parse_boundaries(self.aux_boundaries)
+        return dataclasses.replace(self, name=self.name or self.model.resolve().name)
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device; auto is CUDA where there is one."""
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(self.device)
+
+
+def parse_boundaries(text: str) -> tuple[int, ...] | None:
+    """`2,15,27` as numbers; None for nothing. Raises ValueError naming what it found."""
+    if not text.strip():
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--aux-boundaries: expected numbers such as 2,15,27, found {text!r}") from None
+
+
+def size_limits(settings: Settings, target_max_sequence_length: int) -> Limits:
+    """Longest sequence and chain: the target's longest unless a flag says less."""
+    longest = min(settings.max_sequence_length or target_max_sequence_length, target_max_sequence_length)
+    return Limits(longest, settings.max_draft_tokens)
+
+
+def size_cache(settings: Settings, model: DraftModel, limits: Limits) -> int:
+    """Pages of the cache. Raises ValueError where not even one sequence of the longest kind fits."""
+    page_bytes = model.kv_bytes_per_token * PAGE_SIZE
+    num_pages = parse_bytes(settings.kv_cache) // page_bytes
+    needed = -(-limits.max_positions // PAGE_SIZE)
+    if num_pages < needed:
+        raise ValueError(
+            f"--kv-cache: {settings.kv_cache} holds {num_pages} pages of {page_bytes} bytes; one sequence of "
+            f"{limits.max_sequence_length} tokens needs {needed}; --max-sequence-length lowers that"
+        )
+    return num_pages

@@ -1,0 +1,122 @@
+"""The draft's side of its target: what it serves, the attachment that is held open, slices and their release."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+
+from outrider.channels import connect, wait_serving
+from outrider.errors import InvalidArgument
+from outrider.stream import Outbox
+from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+TARGET_SERVICE = "outrider.v1.TargetService"
+_LOG_EVERY = 10.0
+
+
+class TargetLink:
+    """One target address. Event loop only, but for `resolve` and `release`."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel = connect(address)
+        self.stub = target_pb2_grpc.TargetServiceStub(self._channel)
+        self._buffers: dict[str, memoryview] = {}
+        self._released: Outbox[common_pb2.BufferSlice] | None = None
+        self._loop = asyncio.get_running_loop()
+
+    async def info(self) -> target_pb2.GetTargetInfoResponse:
+        """What the target serves, once it serves; waits as long as that takes."""
+        while True:
+            try:
+                await wait_serving(self._channel, TARGET_SERVICE, _LOG_EVERY)
+                return await self.stub.GetTargetInfo(target_pb2.GetTargetInfoRequest(), timeout=_LOG_EVERY)
+            except TimeoutError:
+                log.info("waiting for the target at %s", self.address)
+            except grpc.aio.AioRpcError as error:
+                log.info("the target at %s: %s %s", self.address, error.code().name, error.details())
+
+    @asynccontextmanager
+    async def attach(self, draft_instance_id: str) -> AsyncIterator[Attachment]:
+        """Attaches; inside, the buffers are open. Raises AioRpcError where the target refuses."""
+        call = self.stub.Attach()
+        released: Outbox[common_pb2.BufferSlice] = Outbox()
+        writer: asyncio.Task[None] | None = None
+        try:
+            hello = target_pb2.AttachRequest.AttachDraft(
+                draft_instance_id=draft_instance_id, transports=[common_pb2.TRANSPORT_INLINE]
+            )
+            await call.write(target_pb2.AttachRequest(draft=hello))
+            answer = await call.read()
+            if answer is grpc.aio.EOF:
+                raise ConnectionError("the target closed the attachment at once")
+            await call.write(target_pb2.AttachRequest(opened=target_pb2.AttachRequest.BuffersOpened()))
+            self._released = released
+            writer = asyncio.create_task(_write_releases(call, released))
+            yield Attachment(call, answer.target_instance_id, bool(self._buffers))
+        finally:
+            self._released = None
+            self._buffers = {}
+            call.cancel()
+            if writer is not None:
+                writer.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
+
+    def resolve(self, slice_: common_pb2.BufferSlice, size: int) -> memoryview:
+        """The memory of a slice of one of the target's buffers."""
+        buffer = self._buffers.get(slice_.buffer_id)
+        if buffer is None:
+            raise InvalidArgument("extend.hidden_states.tensor.slice.buffer_id", f"no open buffer {slice_.buffer_id!r}")
+        if slice_.offset + size > len(buffer):
+            raise InvalidArgument(
+                "extend.hidden_states.tensor.slice.offset",
+                f"expected {size} bytes within the buffer's {len(buffer)}, found offset {slice_.offset}",
+            )
+        return buffer[slice_.offset : slice_.offset + size]
+
+    def release(self, slice_: common_pb2.BufferSlice) -> None:
+        """Tells the target that the slice was read; from any thread. Nothing once the attachment ended."""
+        self._loop.call_soon_threadsafe(self._release, slice_)
+
+    async def close(self) -> None:
+        """Closes the channel."""
+        await self._channel.close()
+
+    def _release(self, slice_: common_pb2.BufferSlice) -> None:
+        if self._released is not None and slice_.buffer_id in self._buffers:
+            self._released.put(slice_)
+
+
+class Attachment:
+    """An open Attach stream."""
+
+    def __init__(self, call: grpc.aio.StreamStreamCall, target_instance_id: str, has_buffers: bool) -> None:
+        self._call = call
+        self.target_instance_id = target_instance_id
+        self.has_buffers = has_buffers
+
+    async def ended(self) -> str:
+        """Returns, with the reason, when the target ends the stream or goes away."""
+        try:
+            while await self._call.read() is not grpc.aio.EOF:
+                pass
+            return f"{(await self._call.code()).name} {await self._call.details()}"
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code().name} {error.details()}"
+
+
+async def _write_releases(call: grpc.aio.StreamStreamCall, released: Outbox[common_pb2.BufferSlice]) -> None:
+    """Sends what was released, all that waits in one message for each buffer."""
+    while (slices := await released.next_batch()) is not None:
+        by_buffer: dict[str, list[int]] = {}
+        for slice_ in slices:
+            by_buffer.setdefault(slice_.buffer_id, []).append(slice_.generation)
+        for buffer_id, generations in by_buffer.items():
+            message = target_pb2.AttachRequest.BufferReleased(buffer_id=buffer_id, generations=generations)
+            await call.write(target_pb2.AttachRequest(released=message))

@@ -1,0 +1,97 @@
+"""Checks commands and turns them into what the engine takes. Every error names the field."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from draft_service.choice import Chooser, ProposalSampling
+from draft_service.sequence import DraftSequence, Extend
+from outrider.errors import InvalidArgument
+from outrider.tensors import decode
+from outrider.v1 import common_pb2, draft_pb2
+
+
+class SliceReader(Protocol):
+    """Reads slices of the attached target's buffers."""
+
+    def resolve(self, slice_: common_pb2.BufferSlice, size: int) -> memoryview:
+        """The slice's memory. Raises InvalidArgument for an unknown buffer or a range outside it."""
+
+    def release(self, slice_: common_pb2.BufferSlice) -> None:
+        """Tells the target that the slice was read; from any thread."""
+
+
+@dataclass(frozen=True)
+class CommandRules:
+    """What commands must fit: widths and vocabularies of the loaded draft, and whose buffers may be named."""
+
+    vocab_size: int
+    input_width: int
+    chooser: Chooser
+    slices: SliceReader
+
+
+def read_sampling(message: common_pb2.SamplingParams, rules: CommandRules) -> ProposalSampling:
+    """The parameters that proposals depend on. The filters and penalties of the others are the target's alone."""
+    temperature = message.temperature if message.HasField("temperature") else 1.0
+    if not math.isfinite(temperature) or temperature < 0:
+        raise InvalidArgument("open.sampling.temperature", f"expected a finite number from 0, found {temperature}")
+    for token_id, bias in message.logit_bias.items():
+        if token_id >= rules.vocab_size:
+            raise InvalidArgument(
+                "open.sampling.logit_bias", f"expected token ids below {rules.vocab_size}, found {token_id}"
+            )
+        if not math.isfinite(bias):
+            raise InvalidArgument("open.sampling.logit_bias", f"expected finite numbers, found {bias} for {token_id}")
+    return ProposalSampling(
+        temperature=temperature,
+        seed=message.seed if message.HasField("seed") else None,
+        bias=rules.chooser.bias_of(message.logit_bias) if message.logit_bias else None,
+    )
+
+
+def read_extend(command: draft_pb2.DraftCommand.ExtendDraft, sequence: DraftSequence, rules: CommandRules) -> Extend:
+    """The command for the engine. States inline share the message's memory, others the buffer's."""
+    arrived = time.perf_counter()
+    message = command.hidden_states.tensor
+    states = decode(message, "extend.hidden_states.tensor", rules.slices.resolve)
+    if not states.is_floating_point():
+        raise InvalidArgument("extend.hidden_states.tensor.dtype", f"expected a float type, found {states.dtype}")
+    if states.dim() != 2 or states.shape[0] < 1 or states.shape[1] != rules.input_width:
+        raise InvalidArgument(
+            "extend.hidden_states.tensor.shape",
+            f"expected [rows, {rules.input_width}] with at least one row, found {list(states.shape)}",
+        )
+    count = len(command.token_ids)
+    if count != states.shape[0]:
+        raise InvalidArgument("extend.token_ids", f"expected {states.shape[0]}, one for each row, found {count}")
+    token_ids = torch.from_numpy(np.fromiter(command.token_ids, dtype=np.int64, count=count))
+    largest = int(token_ids.max())
+    if largest >= rules.vocab_size:
+        raise InvalidArgument("extend.token_ids", f"expected ids below {rules.vocab_size}, found {largest}")
+    if not 0 <= command.min_confidence <= 1:
+        raise InvalidArgument("extend.min_confidence", f"expected 0 to 1, found {command.min_confidence}")
+    return Extend(
+        sequence,
+        command.hidden_states.first_position,
+        states,
+        token_ids,
+        command.num_draft_tokens,
+        command.min_confidence,
+        arrived,
+        _on_read(message, rules.slices),
+    )
+
+
+def _on_read(message: common_pb2.Tensor, slices: SliceReader) -> Callable[[], None] | None:
+    if not message.HasField("slice"):
+        return None
+    slice_ = message.slice
+    return lambda: slices.release(slice_)
