@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
 import grpc
 
 from outrider.channels import connect, wait_serving
-from outrider.errors import InvalidArgument
+from outrider.errors import InvalidArgument, OutriderError
+from outrider.shared_memory import SharedSegment
+from outrider.shared_slices import SliceReader
 from outrider.stream import Outbox
 from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
 
@@ -27,7 +29,7 @@ class TargetLink:
         self.address = address
         self._channel = connect(address)
         self.stub = target_pb2_grpc.TargetServiceStub(self._channel)
-        self._buffers: dict[str, memoryview] = {}
+        self._slices = SliceReader({})
         self._released: Outbox[common_pb2.BufferSlice] | None = None
         self._loop = asyncio.get_running_loop()
 
@@ -47,49 +49,50 @@ class TargetLink:
         """Attaches; inside, the buffers are open. Raises AioRpcError where the target refuses."""
         call = self.stub.Attach()
         released: Outbox[common_pb2.BufferSlice] = Outbox()
-        writer: asyncio.Task[None] | None = None
+        segments: dict[str, SharedSegment] = {}
+        writer = asyncio.create_task(_write_releases(call, released))
         try:
             hello = target_pb2.AttachRequest.AttachDraft(
-                draft_instance_id=draft_instance_id, transports=[common_pb2.TRANSPORT_INLINE]
+                draft_instance_id=draft_instance_id,
+                transports=[common_pb2.TRANSPORT_SHARED_MEMORY, common_pb2.TRANSPORT_INLINE],
             )
             await call.write(target_pb2.AttachRequest(draft=hello))
             answer = await call.read()
             if answer is grpc.aio.EOF:
                 raise ConnectionError("the target closed the attachment at once")
-            await call.write(target_pb2.AttachRequest(opened=target_pb2.AttachRequest.BuffersOpened()))
+            segments = _open_buffers(answer.buffers)
+            self._slices = SliceReader({buffer_id: segment.view for buffer_id, segment in segments.items()})
+            if segments:
+                await call.write(target_pb2.AttachRequest(opened=target_pb2.AttachRequest.BuffersOpened()))
             self._released = released
-            writer = asyncio.create_task(_write_releases(call, released))
-            yield Attachment(call, answer.target_instance_id, bool(self._buffers))
+            yield Attachment(call, answer.target_instance_id, bool(segments))
         finally:
-            self._released = None
-            self._buffers = {}
+            self._released, self._slices = None, SliceReader({})
+            for segment in segments.values():
+                segment.close()
             call.cancel()
-            if writer is not None:
-                writer.cancel()
-                await asyncio.gather(writer, return_exceptions=True)
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
 
     def resolve(self, slice_: common_pb2.BufferSlice, size: int) -> memoryview:
-        """The memory of a slice of one of the target's buffers."""
-        buffer = self._buffers.get(slice_.buffer_id)
-        if buffer is None:
-            raise InvalidArgument("extend.hidden_states.tensor.slice.buffer_id", f"no open buffer {slice_.buffer_id!r}")
-        if slice_.offset + size > len(buffer):
-            raise InvalidArgument(
-                "extend.hidden_states.tensor.slice.offset",
-                f"expected {size} bytes within the buffer's {len(buffer)}, found offset {slice_.offset}",
-            )
-        return buffer[slice_.offset : slice_.offset + size]
+        """The memory of a slice of one of the target's buffers. Raises InvalidArgument where it is not inside one."""
+        try:
+            return self._slices.resolve(slice_, size)
+        except InvalidArgument as error:
+            text = error.message.removeprefix(f"{error.field}: ")
+            raise InvalidArgument(f"extend.hidden_states.tensor.{error.field}", text) from None
 
     def release(self, slice_: common_pb2.BufferSlice) -> None:
         """Tells the target that the slice was read; from any thread. Nothing once the attachment ended."""
-        self._loop.call_soon_threadsafe(self._release, slice_)
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._release, slice_)
 
     async def close(self) -> None:
         """Closes the channel."""
         await self._channel.close()
 
     def _release(self, slice_: common_pb2.BufferSlice) -> None:
-        if self._released is not None and slice_.buffer_id in self._buffers:
+        if self._released is not None:
             self._released.put(slice_)
 
 
@@ -109,6 +112,22 @@ class Attachment:
             return f"{(await self._call.code()).name} {await self._call.details()}"
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name} {error.details()}"
+
+
+def _open_buffers(handles: Iterable[target_pb2.BufferHandle]) -> dict[str, SharedSegment]:
+    """Maps all buffers; none at all, and the rows then come inline, where one cannot be mapped here."""
+    segments: dict[str, SharedSegment] = {}
+    try:
+        for handle in handles:
+            if handle.transport != common_pb2.TRANSPORT_SHARED_MEMORY or handle.offset:
+                raise InvalidArgument("buffers", f"expected a whole shared memory segment, found {handle}")
+            segments[handle.buffer_id] = SharedSegment.open(handle.handle.decode(errors="replace"), handle.size)
+    except OutriderError as error:
+        log.warning("hidden states come inline: %s", error)
+        for segment in segments.values():
+            segment.close()
+        return {}
+    return segments
 
 
 async def _write_releases(call: grpc.aio.StreamStreamCall, released: Outbox[common_pb2.BufferSlice]) -> None:

@@ -175,7 +175,7 @@ async def test_what_is_wanted_of_each_command_is_answered_exactly(tiny, expected
 
 async def test_a_stream_that_ends_frees_its_sequences(tiny):
     states, tokens = random_rows(6)
-    async with pair(tiny) as (_, service, client):
+    async with pair(tiny) as (_, service, _):
         for how in ("cancel", "half-close"):
             other = DraftClient(service.address)
             await other.send(open_draft(1), open_draft(2))
