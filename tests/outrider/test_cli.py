@@ -1,0 +1,159 @@
+"""The real commands as processes, against a real gateway before scripted services."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from outrider.v1 import gateway_pb2, gateway_pb2_grpc
+from tests.scripted.cluster import Cluster, eventually, scripted_cluster
+
+PROMPT = "what comes next"
+GREEDY = ("--temperature", "0", "--max-new-tokens", "40", "--ignore-eos")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with scripted_cluster([[]], [[]], ["--draft-tokens", "4"]) as running:
+        yield running
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "outrider", *arguments]
+
+
+def outrider(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end."""
+    return subprocess.run(command(*arguments), input=text, capture_output=True, text=True, timeout=60, check=False)
+
+
+def answer_of(cluster: Cluster, **prompt: object) -> str:
+    """What the gateway answers to the prompt, asked directly, with GREEDY's parameters and no draft."""
+    request = gateway_pb2.GenerateRequest(
+        sampling={"temperature": 0.0}, max_new_tokens=40, ignore_eos=True, speculation={"max_draft_tokens": 0}, **prompt
+    )
+    with grpc.insecure_channel(cluster.gateway.address) as channel:
+        return "".join(piece.text for piece in gateway_pb2_grpc.GatewayServiceStub(channel).Generate(request))
+
+
+def conversation(*turns: tuple[str, str]) -> gateway_pb2.Conversation:
+    return gateway_pb2.Conversation(messages=[{"role": role, "content": content} for role, content in turns])
+
+
+def test_generate_prints_the_answer_to_a_conversation(cluster: Cluster) -> None:
+    expected = answer_of(cluster, conversation=conversation(("system", "be brief"), ("user", PROMPT)))
+    done = outrider("generate", PROMPT, "--system", "be brief", "--address", cluster.gateway.address, *GREEDY)
+    assert (done.returncode, done.stdout, done.stderr) == (0, expected + "\n", "")
+
+
+def test_generate_raw_continues_the_text_of_standard_input(cluster: Cluster) -> None:
+    done = outrider("generate", "-", "--raw", "--address", cluster.gateway.address, *GREEDY, text="ab cd")
+    assert (done.returncode, done.stdout) == (0, answer_of(cluster, text="ab cd") + "\n")
+
+
+def test_statistics_go_to_standard_error(cluster: Cluster) -> None:
+    done = outrider("generate", PROMPT, "--stats", "--address", cluster.gateway.address, *GREEDY)
+    speed, acceptance, positions = done.stderr.splitlines()
+    assert speed.startswith("40 tokens after") and "tok/s" in speed and "ended by length" in speed
+    assert acceptance.startswith("acceptance length ") and "rounds" in acceptance
+    assert positions.startswith("accepted by position: 1: ") and "4: " in positions
+
+
+def test_without_a_draft_the_statistics_say_so(cluster: Cluster) -> None:
+    done = outrider("generate", PROMPT, "--stats", "--draft-tokens", "0", "--address", cluster.gateway.address, *GREEDY)
+    assert done.stderr.splitlines()[1] == "nothing drafted; 39 steps"
+
+
+def test_marked_drafts_are_the_answer_with_brackets(cluster: Cluster) -> None:
+    expected = answer_of(cluster, conversation=conversation(("user", PROMPT)))
+    done = outrider("generate", PROMPT, "--show-drafts", "--address", cluster.gateway.address, *GREEDY)
+    assert done.stdout.replace("[", "").replace("]", "") == expected + "\n"
+    assert "[" in done.stdout and not done.stdout.startswith("[")  # the first token is the target's own
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "named"),
+    [
+        (["--temperature", "-1"], "INVALID_ARGUMENT", "sampling.temperature"),
+        (["--stop-token-id", "999999"], "INVALID_ARGUMENT", "stop_token_ids"),
+        (["--model", "other"], "NOT_FOUND", "other"),
+        (["--address", "127.0.0.1:1"], "UNAVAILABLE", "127.0.0.1:1"),
+    ],
+)
+def test_an_error_is_one_line_that_names_code_and_field(
+    cluster: Cluster, arguments: list[str], code: str, named: str
+) -> None:
+    done = outrider("generate", PROMPT, "--address", cluster.gateway.address, *arguments)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"outrider: {code}: ") and named in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_conversation_carries_its_turns_and_survives_an_error(cluster: Cluster) -> None:
+    first = answer_of(cluster, conversation=conversation(("user", "one")))
+    second = answer_of(cluster, conversation=conversation(("user", "one"), ("assistant", first), ("user", "two")))
+    anew = answer_of(cluster, conversation=conversation(("user", "three")))
+    done = outrider("chat", "--address", cluster.gateway.address, *GREEDY, text="one\ntwo\n/reset\nthree\n")
+    assert (done.returncode, done.stdout) == (0, f"{first}\n{second}\n{anew}\n\n")
+    refused = outrider("chat", "--address", cluster.gateway.address, "--temperature", "-1", text="one\ntwo\n")
+    assert refused.returncode == 0
+    assert refused.stderr.count("INVALID_ARGUMENT") == 2
+
+
+def test_ctrl_c_cancels_the_request_everywhere() -> None:
+    with scripted_cluster([["--delay", "0.05"]], [[]]) as cluster:
+        process = subprocess.Popen(
+            command(
+                "generate", PROMPT, "--address", cluster.gateway.address, "--max-new-tokens", "4000", "--ignore-eos"
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert process.stdout is not None and process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=10)
+        assert (process.returncode, errors) == (130, b"")
+        eventually(lambda: cluster.targets[0].metric("outrider_num_sequences") == 0, seconds=2)
+
+
+def test_bench_compares_with_no_draft(cluster: Cluster, tmp_path) -> None:
+    file = tmp_path / "bench.json"
+    load = ("--requests", "6", "--concurrency", "3", "--random-tokens", "9", "--random-vocabulary", "300")
+    done = outrider("bench", "--address", cluster.gateway.address, "--max-new-tokens", "30", *load, "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    header, _, plain, drafted = done.stdout.splitlines()
+    assert header.split()[:3] == ["K", "requests", "tok/s"]
+    assert plain.split()[:2] == ["0", "6"] and drafted.split()[:2] == ["default", "6"]
+    figures = json.loads(file.read_text())
+    assert figures["cores"] >= 1 and figures["date"].endswith("UTC")
+    without, with_draft = figures["loads"]
+    assert without["tokens"] == with_draft["tokens"] > 0
+    assert without["acceptance"]["drafted"] == 0 and with_draft["acceptance"]["length"] > 1
+    assert with_draft["time_to_first_token"]["p99"] > 0
+
+
+def test_bench_refuses_an_empty_file_of_prompts(tmp_path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.touch()
+    done = outrider("bench", "--prompts", str(file))
+    assert done.returncode == 2 and "expected one prompt a line" in done.stderr
+
+
+@pytest.mark.parametrize("service", ["target", "draft", "gateway"])
+def test_a_service_takes_its_own_command_line(service: str) -> None:
+    done = outrider(service, "--help")
+    assert done.returncode == 0 and f"Usage: outrider {service} " in done.stdout and "--metrics-listen" in done.stdout
+    assert outrider(service, "--no-such-flag").returncode == 2
+
+
+def test_the_command_line_imports_no_service_and_no_torch() -> None:
+    names = "('torch', 'numpy', 'target_service', 'draft_service', 'gateway', 'kernels')"
+    check = f"import sys, outrider.cli; sys.exit(', '.join(set({names}) & set(sys.modules)) or 0)"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
