@@ -43,7 +43,7 @@ def gateway(
     default_max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Most tokens to generate for requests that do not say.")
     ] = 1024,
-    shutdown_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests get to end.")] = 30.0,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds that running requests get to end after SIGTERM.")] = 30.0,
     config: ConfigFile = None,
     log_level: LogLevel = "info",
 ) -> None:
@@ -52,7 +52,7 @@ def gateway(
     sys.setswitchinterval(SWITCH_INTERVAL)
     pairs = [parse_pair(text) for text in pair]
     defaults = Defaults(draft_tokens=draft_tokens, max_new_tokens=default_max_new_tokens)
-    asyncio.run(serve(pairs, listen, metrics_listen, defaults, draft_timeout, recover_within, shutdown_timeout))
+    asyncio.run(serve(pairs, listen, metrics_listen, defaults, draft_timeout, recover_within, grace))
 
 
 async def serve(
@@ -62,7 +62,7 @@ async def serve(
     defaults: Defaults,
     draft_timeout: float | None,
     recover_within: float,
-    shutdown_timeout: float,
+    grace: float,
 ) -> None:
     """Runs the gateway until a signal, and drains."""
     frame = ServiceFrame("gateway", SERVICE, listen, metrics_listen)
@@ -80,7 +80,7 @@ async def serve(
     await frame.run_until_signal()
     core.draining = True
     watching.cancel()
-    await frame.drain(core.wait_idle, shutdown_timeout)
+    await frame.drain(core.wait_idle, grace)
     await fleet.stop()
 
 

@@ -11,7 +11,7 @@ from gateway.tokenizer import ModelTokenizer
 from outrider.errors import FailedPrecondition, InvalidArgument
 from outrider.v1 import common_pb2, gateway_pb2, target_pb2
 
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 1024  # alternatives per token
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -74,8 +74,8 @@ def admit(
         stop=tuple(dict.fromkeys(request.stop)),
         stop_token_ids=tuple(request.stop_token_ids),
         ignore_eos=request.ignore_eos,
-        logprobs=_logprobs(request, "logprobs"),
-        prompt_logprobs=_logprobs(request, "prompt_logprobs"),
+        logprobs=_logprobs(request, "logprobs", vocab_size),
+        prompt_logprobs=_logprobs(request, "prompt_logprobs", vocab_size),
         draft_tokens=draft_tokens,
         draft_model=request.speculation.draft_model,
     )
@@ -142,8 +142,10 @@ def _sampling(params: common_pb2.SamplingParams, vocab_size: int) -> common_pb2.
             raise InvalidArgument(
                 f"sampling.logit_bias[{token_id}]", f"expected a token below {vocab_size}, found {token_id}"
             )
-        if not math.isfinite(bias):
-            raise InvalidArgument(f"sampling.logit_bias[{token_id}]", f"expected a finite number, found {bias:g}")
+        if not bias < math.inf:  # -inf bans a token
+            raise InvalidArgument(
+                f"sampling.logit_bias[{token_id}]", f"expected a number below infinity, found {bias:g}"
+            )
     sampling = common_pb2.SamplingParams()
     sampling.CopyFrom(params)
     if not sampling.HasField("seed"):
@@ -189,10 +191,11 @@ def _check_num_generated(request: gateway_pb2.GenerateRequest, num_tokens: int, 
         raise InvalidArgument("num_generated", "expected sampling.seed, the seed that the earlier call reported")
 
 
-def _logprobs(request: gateway_pb2.GenerateRequest, field: str) -> common_pb2.LogprobParams | None:
+def _logprobs(request: gateway_pb2.GenerateRequest, field: str, vocab_size: int) -> common_pb2.LogprobParams | None:
     if not request.HasField(field):
         return None
     params: common_pb2.LogprobParams = getattr(request, field)
-    if params.top > MAX_LOGPROBS:
-        raise InvalidArgument(f"{field}.top", f"expected at most {MAX_LOGPROBS}, found {params.top}")
+    most = min(MAX_LOGPROBS, vocab_size)
+    if params.top > most:
+        raise InvalidArgument(f"{field}.top", f"expected at most {most}, found {params.top}")
     return params

@@ -11,7 +11,7 @@ import grpc
 from outrider.channels import connect
 from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
-GREEDY = {"temperature": 0.0}
+GREEDY = {"temperature": 0.0, "seed": 3}
 
 
 @dataclass

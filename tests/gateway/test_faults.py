@@ -225,7 +225,7 @@ async def test_sequences_leave_a_draining_target() -> None:
 
 
 async def test_a_draining_target_without_another_ends_what_it_can() -> None:
-    with scripted_cluster([[*SLOW, "--shutdown-timeout", "30"]]) as cluster:
+    with scripted_cluster([[*SLOW, "--grace", "30"]]) as cluster:
         async with Client(cluster.gateway.address) as client:
             running = asyncio.create_task(run(client, count=60, requests=2, k=0))
             await asyncio.sleep(0.2)

@@ -54,9 +54,6 @@ async def test_the_answer_is_that_of_no_speculation(cluster: Cluster, name: str)
             assert decoded.startswith(plain.text) and set(decoded[len(plain.text) :]) <= {"\ufffd"}
         answers = await asyncio.gather(*(client.generate(k=k, **fields) for k in range(8)))
     for k, answer in enumerate(answers):
-        if "sampling" not in fields:
-            assert answer.seed is not None
-            answer.seed = answer.usage.seed = plain.seed
         assert answer.outcome == plain.outcome, f"K={k}"
         answer.check_usage()
         assert len(answer.usage.acceptance_histogram) == (k + 1 if k else 0)

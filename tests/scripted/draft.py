@@ -32,6 +32,23 @@ from tests.scripted.language import absorb, choose, effective_seed
 Command, Event = draft_pb2.DraftCommand, draft_pb2.DraftEvent
 
 
+class Oracle:
+    """Whole sequences from a JSON file, which is read again whenever it has changed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read: tuple[int, int] | None = None
+        self._sequences: list[Sequence[int]] = []
+
+    def sequences(self) -> list[Sequence[int]]:
+        """All sequences as the file has them now."""
+        stat = self._path.stat()
+        if self._read != (stat.st_mtime_ns, stat.st_size):
+            self._read = (stat.st_mtime_ns, stat.st_size)
+            self._sequences = json.loads(self._path.read_text())
+        return self._sequences
+
+
 @dataclass
 class Behaviour:
     """What the process does, its faults included."""
@@ -46,7 +63,7 @@ class Behaviour:
     fail_every: int  # proposals, then the sequence fails
     fault: str  # empty, long, range or stale: what every third proposal is
     fingerprint: str
-    oracle: dict[tuple[int, int], list[Sequence[int]]]  # by (position, token): whole sequences that have it there
+    oracle: Oracle | None
 
 
 @dataclass
@@ -142,7 +159,7 @@ class Session:
         draft.rows.inc(count)
         first = extend.hidden_states.first_position
         if behaviour.oracle:
-            self._narrow(sequence, first, extend.token_ids)
+            self._narrow(sequence, behaviour.oracle, first, extend.token_ids)
         else:
             self._audit(sequence, first, extend)
         sequence.next_position = first + count + 1
@@ -174,11 +191,12 @@ class Session:
                 raise errors.InvalidArgument("extend.hidden_states", f"row {index} at {first} is wrong")
             sequence.state = absorb(state, token_id)
 
-    def _narrow(self, sequence: Sequence_, first: int, token_ids: Sequence[int]) -> None:
+    def _narrow(self, sequence: Sequence_, oracle: Oracle, first: int, token_ids: Sequence[int]) -> None:
+        """Keeps the recorded sequences that agree with what was emitted so far."""
         for index, token_id in enumerate(token_ids):
             position = first + index + 1
             if sequence.candidates is None:
-                sequence.candidates = self._draft.behaviour.oracle.get((position, token_id), [])
+                sequence.candidates = oracle.sequences()
             sequence.candidates = [s for s in sequence.candidates if position < len(s) and s[position] == token_id]
 
     def _truth(self, sequence: Sequence_, count: int) -> list[int]:
@@ -264,13 +282,9 @@ def main(
 ) -> None:
     """A draft that is right and wrong as ordered."""
     configure_logging("info", "draft")
-    index: dict[tuple[int, int], list[Sequence[int]]] = {}
-    for sequence in json.loads(oracle.read_text()) if oracle else []:
-        for position, token_id in enumerate(sequence):
-            index.setdefault((position, token_id), []).append(sequence)
     behaviour = Behaviour(
         model, max_draft_tokens, max_sequence_length, pattern, delay, stall_after, die_after, fail_every, fault,
-        fingerprint, index,
+        fingerprint, Oracle(oracle) if oracle else None,
     )  # fmt: skip
     asyncio.run(serve(behaviour, target, listen, metrics_listen))
 

@@ -221,7 +221,7 @@ def _to_message(events: list[Event]) -> target_pb2.VerifyResponse:
     return target_pb2.VerifyResponse(events=events, stats=target_pb2.StepStats(batch_size=len(events)))
 
 
-async def serve(behaviour: Behaviour, listen: str, metrics_listen: str, shutdown_timeout: float) -> None:
+async def serve(behaviour: Behaviour, listen: str, metrics_listen: str, grace: float) -> None:
     """Runs until a signal, and drains as a target does."""
     frame = ServiceFrame("target", "outrider.v1.TargetService", listen, metrics_listen)
     target = ScriptedTarget(behaviour, frame)
@@ -230,8 +230,8 @@ async def serve(behaviour: Behaviour, listen: str, metrics_listen: str, shutdown
     await frame.set_serving(True)
     frame.print_ready()
     await frame.run_until_signal()
-    asyncio.get_running_loop().call_later(max(0.0, shutdown_timeout - 5), target.drain_rest)
-    await frame.drain(target.drained, shutdown_timeout)
+    asyncio.get_running_loop().call_later(max(0.0, grace - 5), target.drain_rest)
+    await frame.drain(target.drained, grace)
 
 
 def main(
@@ -249,7 +249,7 @@ def main(
     synthetic: bool = False,
     vocab_size: int = VOCAB_SIZE,
     bare: bool = False,
-    shutdown_timeout: Annotated[float, typer.Option()] = 30.0,
+    grace: Annotated[float, typer.Option()] = 30.0,
 ) -> None:
     """A target whose next token is a hash of all before it."""
     configure_logging("info", "target")
@@ -257,7 +257,7 @@ def main(
         model, max_sequence_length, max_draft_tokens, prefill_chunk, delay, die_after, preempt_every, queue_full,
         break_on, synthetic, vocab_size, bare,
     )  # fmt: skip
-    asyncio.run(serve(behaviour, listen, metrics_listen, shutdown_timeout))
+    asyncio.run(serve(behaviour, listen, metrics_listen, grace))
 
 
 if __name__ == "__main__":
