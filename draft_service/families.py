@@ -11,6 +11,7 @@ from draft_service.faults import Faults
 FLAT = "flat"
 
 _FLAT_ARCHITECTURES = ("LlamaForCausalLMEagle3",)
+_SPECULATORS_ARCHITECTURES = ("Eagle3Speculator", "Eagle3DraftModel")
 # Architectures of other kinds, with what to call them.
 _FOREIGN_ARCHITECTURES = {
     "LlamaForCausalLMEagle3Deep": "an EAGLE-3 draft of several layers, which is not supported yet",
@@ -62,8 +63,8 @@ def recognise(config: Mapping[str, Any], tensor_names: Collection[str], subject:
         if found := sorted(name for name in tensor_names if re.fullmatch(pattern, name)):
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
             refused.add(f"tensor {found[0]}{more}: a sign of {algorithm}")
-    _refuse_depth(config, tensor_names, refused)
-    _refuse_architecture(config, refused)
+    if _is_flat(config, refused):
+        _refuse_depth(config, tensor_names, refused)
     refused.raise_if_any()
     return FLAT
 
@@ -106,9 +107,13 @@ def _refuse_depth(config: Mapping[str, Any], tensor_names: Collection[str], refu
         refused.add(f"{depth} layers: an EAGLE-3 draft of several layers is not supported yet")
 
 
-def _refuse_architecture(config: Mapping[str, Any], refused: Faults) -> None:
+def _is_flat(config: Mapping[str, Any], refused: Faults) -> bool:
+    """Whether the architecture is one that this service runs; others are refused, unknown ones with what is known."""
     architecture = (config.get("architectures") or ["none"])[0]
+    if architecture in _FLAT_ARCHITECTURES:
+        return True
     if architecture in _FOREIGN_ARCHITECTURES:
         refused.add(f"architectures {architecture!r}: {_FOREIGN_ARCHITECTURES[architecture]}")
-    elif architecture not in _FLAT_ARCHITECTURES and not refused:
+    elif architecture not in _SPECULATORS_ARCHITECTURES or not refused:
         refused.add(f"architectures: expected {' or '.join(_FLAT_ARCHITECTURES)}, found {architecture!r}")
+    return False

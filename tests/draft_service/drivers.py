@@ -21,16 +21,21 @@ TARGET = TargetFacts("tiny", vocab_size=320, hidden_size=64, num_layers=4)
 
 
 def load_proposer(
-    directory: Path, shared: dict[str, torch.Tensor] | None = None, *, length: int = 512, pages: int = 64
+    directory: Path,
+    shared: dict[str, torch.Tensor] | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    length: int = 512,
+    pages: int = 64,
 ) -> Proposer:
-    """A Proposer over the checkpoint, in float32; `shared` are the tensors that it takes from its target."""
+    """A Proposer over the checkpoint; `shared` are the tensors that it takes from its target."""
     faults = Faults(str(directory))
     draft = inspect_draft(directory, faults)
     assert draft is not None
     fitted = fit(draft, TARGET, None, faults)
     faults.raise_if_any()
     limits = Limits(length, 16)
-    weights = load_weights(fitted, shared or {}, torch.float32, torch.device("cpu"))
+    weights = load_weights(fitted, shared or {}, dtype, torch.device("cpu"))
     model = DraftModel(draft.description, weights, limits.max_positions)
     cache = DraftCache(model.new_kv_cache(pages), limits.max_positions, torch.device("cpu"))
     return Proposer(model, cache, limits)
