@@ -6,6 +6,7 @@ import asyncio
 from collections import defaultdict
 
 import grpc
+import torch
 
 from outrider import channels
 from outrider.errors import from_status
@@ -42,6 +43,7 @@ class Session:
         self._call = stub.Verify()
         self._events: dict[int, asyncio.Queue] = defaultdict(asyncio.Queue)
         self._reader = asyncio.create_task(self._read())
+        self._writing = asyncio.Lock()
         self.next_id = 1
         self.messages: list[target_pb2.VerifyResponse] = []
 
@@ -59,7 +61,8 @@ class Session:
                 self._events[event.sequence_id].put_nowait(event)
 
     async def send(self, *commands: target_pb2.TargetCommand) -> None:
-        await self._call.write(target_pb2.VerifyRequest(commands=commands))
+        async with self._writing:
+            await self._call.write(target_pb2.VerifyRequest(commands=commands))
 
     async def half_close(self) -> grpc.StatusCode:
         await self._call.done_writing()
@@ -96,16 +99,50 @@ class Session:
             pass
         return event.advanced
 
-    async def generate(self, token_ids: list[int], chain_of=lambda emitted: [], **fields) -> list[int]:
-        """All tokens that the target emits after a prompt, each step with the chain that `chain_of` proposes."""
+    async def run(self, token_ids: list[int], chain_of=lambda emitted: [], **fields) -> Run:
+        """All that the target says of a prompt until its sequence ends; `chain_of` proposes after each answer."""
         sequence_id = await self.open(token_ids, **fields)
-        emitted: list[int] = []
-        while True:
-            advanced = await self.advanced(sequence_id)
-            emitted += advanced.token_ids
-            if advanced.finish_reason:
-                return emitted
-            await self.advance(sequence_id, chain_of(emitted))
+        run = Run()
+        while not run.finish_reason:
+            event = await self.event(sequence_id)
+            run.take(event)
+            if event.WhichOneof("event") == "advanced" and not run.finish_reason:
+                await self.advance(sequence_id, chain_of(run.token_ids))
+        return run
+
+
+class Run:
+    """What came of one sequence."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[common_pb2.TokenLogprobs] = []
+        self.prompt_logprobs: list[common_pb2.TokenLogprobs] = []
+        self.prompt_logprob_positions: list[int] = []
+        self.num_steps = self.num_accepted = 0
+        self.finish_reason = common_pb2.FINISH_REASON_UNSPECIFIED
+        self._rows: list[torch.Tensor] = []
+
+    def take(self, event: target_pb2.TargetEvent) -> None:
+        part = event.prefilled if event.WhichOneof("event") == "prefilled" else event.advanced
+        if (found := rows(part)) is not None:
+            assert found[0] == len(self.rows), "rows of consecutive positions"
+            self._rows.append(found[1])
+        if isinstance(part, target_pb2.TargetEvent.Prefilled):
+            first = part.first_logprob_position
+            self.prompt_logprob_positions += range(first, first + len(part.prompt_logprobs))
+            self.prompt_logprobs += part.prompt_logprobs
+            return
+        self.token_ids += part.token_ids
+        self.logprobs += part.logprobs
+        self.num_steps += 1
+        self.num_accepted += part.num_accepted
+        self.finish_reason = part.finish_reason
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """All hidden states, from position 0 on."""
+        return torch.cat(self._rows) if self._rows else torch.empty(0)
 
 
 def open_command(sequence_id: int, token_ids: list[int], **fields) -> target_pb2.TargetCommand:
