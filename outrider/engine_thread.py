@@ -43,7 +43,7 @@ class EngineThread(Generic[Command]):
 
     def __init__(self, engine: Engine[Command], name: str) -> None:
         self._engine = engine
-        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Command, ...] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -53,9 +53,9 @@ class EngineThread(Generic[Command]):
         self._loop = loop
         self._thread.start()
 
-    def submit(self, command: Command) -> None:
-        """Hands a command to the engine; from any thread, never blocks."""
-        self._inbox.put(command)
+    def submit(self, *commands: Command) -> None:
+        """Hands commands to the engine, those of one call together; from any thread, never blocks."""
+        self._inbox.put(commands)
 
     def deliver(self, callback: Callable[..., object], *args: object) -> None:
         """Called by the engine: runs `callback(*args)` on the event loop."""
@@ -87,7 +87,7 @@ class EngineThread(Generic[Command]):
         try:
             item = self._inbox.get_nowait() if wait == 0 else self._inbox.get(timeout=wait)
             while item is not None:
-                commands.append(item)
+                commands.extend(item)
                 item = self._inbox.get_nowait()
             return commands, True
         except queue.Empty:

@@ -89,10 +89,15 @@ class ServiceFrame:
             await asyncio.wait_for(finished(), grace)
         except TimeoutError:
             log.warning("streams still open after the grace period of %g s are ended", grace)
-        assert self._server is not None, "drain before start"
-        await self._server.stop(grace=1.0)
-        if self._metrics:
-            self._metrics.stop()
+        await self.stop(grace=1.0)
+
+    async def stop(self, grace: float = 0.0) -> None:
+        """Ends what still runs after `grace` seconds, and closes both ports. A second call does nothing."""
+        server, metrics, self._server, self._metrics = self._server, self._metrics, None, None
+        if server is not None:
+            await server.stop(grace)
+        if metrics is not None:
+            metrics.stop()
 
     def _print_debug(self) -> None:
         print(f"--- outrider {self.name} {self.address}\n{self.debug_table()}", file=sys.stderr, flush=True)

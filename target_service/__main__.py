@@ -72,15 +72,22 @@ async def serve(settings: Settings, listen: str, metrics_listen: str, grace: flo
     frame = ServiceFrame("target", SERVICE, listen, metrics_listen)
     metrics = TargetMetrics(frame.registry, settings.name)
     servicer = TargetServicer()
-    await frame.start(lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server))
-    signalled = asyncio.create_task(frame.run_until_signal())
-    deliver = asyncio.get_running_loop().call_soon_threadsafe
-    loading = asyncio.create_task(in_daemon_thread(load_target, settings, secrets.token_hex(16), metrics, deliver))
-    await asyncio.wait([signalled, loading], return_when=asyncio.FIRST_COMPLETED)
-    if not loading.done():  # told to end before it began
-        loading.cancel()
-        return
-    loaded = loading.result()
+    try:
+        await frame.start(lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server))
+        signalled = asyncio.create_task(frame.run_until_signal())
+        deliver = asyncio.get_running_loop().call_soon_threadsafe
+        loading = asyncio.create_task(in_daemon_thread(load_target, settings, secrets.token_hex(16), metrics, deliver))
+        await asyncio.wait([signalled, loading], return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            await _run(frame, servicer, loading.result(), signalled, grace)
+    finally:
+        await frame.stop()
+
+
+async def _run(
+    frame: ServiceFrame, servicer: TargetServicer, loaded: Loaded, signalled: asyncio.Task[None], grace: float
+) -> None:
+    """Serves until the signal, then drains."""
     loaded.thread.start(asyncio.get_running_loop())
     servicer.target = loaded.target
     frame.debug_table = lambda: debug_table(loaded.engine)

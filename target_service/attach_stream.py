@@ -10,13 +10,13 @@ import grpc
 from outrider.errors import InvalidArgument
 from outrider.v1 import target_pb2
 from target_service.attach import Attachment, Buffers
-from target_service.commands import Command, Detached
+from target_service.commands import Detached
 
 log = logging.getLogger(__name__)
 
 
 async def serve_attach(
-    context: grpc.aio.ServicerContext, buffers: Buffers, instance_id: str, submit: Callable[[Command], None]
+    context: grpc.aio.ServicerContext, buffers: Buffers, instance_id: str, submit: Callable[..., None]
 ) -> None:
     """Runs until the draft ends the stream or goes away. Raises InvalidArgument for a message out of turn."""
     first = await context.read()

@@ -12,7 +12,6 @@ from outrider.stream import serve_stream
 from outrider.v1 import target_pb2, target_pb2_grpc
 from target_service.attach import Buffers
 from target_service.attach_stream import serve_attach
-from target_service.commands import Command
 from target_service.encoding import verify_response
 from target_service.session import VerifySession
 from target_service.shared_weights import SharedWeights
@@ -26,7 +25,7 @@ class Target:
 
     info: target_pb2.GetTargetInfoResponse
     reader: CommandReader
-    submit: Callable[[Command], None]
+    submit: Callable[..., None]
     weights: SharedWeights
     tokenizer: TokenizerFiles
     buffers: Buffers

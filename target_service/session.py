@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from outrider.v1 import target_pb2
-from target_service.commands import Command, EndSession, Event, Prefilled, Rows, RowsWritten, Stats
+from target_service.commands import Close, EndSession, Event, Prefilled, Rows, RowsWritten, Stats
 from target_service.validation import CommandReader
 
 # Inline prompt rows of one message.
@@ -24,17 +24,18 @@ PIECE_BYTES = 512 << 10
 class VerifySession:
     """Owns the sequences opened on one stream. All methods run on the event loop."""
 
-    def __init__(self, reader: CommandReader, submit: Callable[[Command], None]) -> None:
+    def __init__(self, reader: CommandReader, submit: Callable[..., None]) -> None:
         self._reader = reader
         self._submit = submit
         self._outbox = SessionOutbox()
 
     def dispatch(self, request: target_pb2.VerifyRequest) -> None:
-        """Hands the commands of a message to the engine, in order."""
-        for command in request.commands:
-            if command.WhichOneof("command") == "close":
+        """Hands the commands of a message to the engine, in order and together, so that they share a step."""
+        commands = [self._reader.read(self, command) for command in request.commands]
+        for command in commands:
+            if isinstance(command, Close):
                 self._outbox.drop(command.sequence_id)
-            self._submit(self._reader.read(self, command))
+        self._submit(*commands)
 
     def take(self, events: list[Event], stats: Stats) -> None:
         """Events from the engine."""

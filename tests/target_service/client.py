@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import defaultdict
 
 import grpc
@@ -19,8 +20,8 @@ GREEDY = common_pb2.SamplingParams(temperature=0)
 class Client:
     """One channel to a target; `session` opens a Verify stream on it."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = channels.connect(address)
+    def __init__(self, address: str, max_message_bytes: int = channels.SERVICE_MESSAGE_BYTES) -> None:
+        self._channel = channels.connect(address, max_message_bytes)
         self.stub = target_pb2_grpc.TargetServiceStub(self._channel)
 
     async def __aenter__(self) -> Client:
@@ -63,6 +64,12 @@ class Session:
     async def send(self, *commands: target_pb2.TargetCommand) -> None:
         async with self._writing:
             await self._call.write(target_pb2.VerifyRequest(commands=commands))
+
+    async def refused(self, command: target_pb2.TargetCommand) -> grpc.StatusCode:
+        """Sends what ends the stream, and returns its status."""
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await self.send(command)
+        return await self._call.code()
 
     async def half_close(self) -> grpc.StatusCode:
         await self._call.done_writing()

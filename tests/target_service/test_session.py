@@ -44,7 +44,7 @@ def submitted():
 
 @pytest.fixture
 def session(submitted):
-    return VerifySession(CommandReader(LIMITS, [1]), submitted.append)
+    return VerifySession(CommandReader(LIMITS, [1]), lambda *commands: submitted.extend(commands))
 
 
 async def drain(session):
@@ -136,7 +136,7 @@ def test_the_end_of_the_stream_ends_the_session(session, submitted):
 def test_events_keep_their_order_within_a_sequence(actions):
     async def run():
         acknowledged, positions, sent, received = [], dict.fromkeys((1, 2, 3), 0), [], []
-        session = VerifySession(CommandReader(LIMITS, [1]), acknowledged.append)
+        session = VerifySession(CommandReader(LIMITS, [1]), lambda *commands: acknowledged.extend(commands))
         for serial, (kind, sequence_id, count) in enumerate(actions):
             if kind == "write" and not session.idle:
                 received += (await session.next_batch())[0]
