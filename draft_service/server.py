@@ -37,7 +37,7 @@ _MISFIT_RETRY_SECONDS = 2.0
 
 
 class DraftServer:
-    """Everything of one draft process. Event loop only, but for what `_build` does in a thread."""
+    """Everything of one draft process. Event loop only, but for what `build_proposer` does in a thread."""
 
     def __init__(self, settings: Settings, listen: str, metrics_listen: str) -> None:
         self._settings = settings
@@ -133,7 +133,7 @@ class DraftServer:
         shared = {
             name: await self._shared.fetch(link.stub, name, info.hidden_size) for name in fitted.sharing.from_target
         }
-        proposer = await asyncio.to_thread(_build, self._settings, fitted, shared, info.max_sequence_length)
+        proposer = await asyncio.to_thread(build_proposer, self._settings, fitted, shared, info.max_sequence_length)
         self._shared = None
         log.info("%s", "; ".join(f"{name}: {value}" for name, value in fitted.summary().items()))
         self._install(proposer, fitted, link, info)
@@ -196,7 +196,7 @@ def _inspect(settings: Settings) -> InspectedDraft:
     return dataclasses.replace(draft, description=description)
 
 
-def _build(
+def build_proposer(
     settings: Settings, fitted: FittedDraft, shared: dict[str, torch.Tensor], target_max_sequence_length: int
 ) -> Proposer:
     """Loads the weights and allocates the cache."""
