@@ -81,11 +81,12 @@ class Drafting:
             first = rows.first_position + 1
             self._sequence.extend(rows, self._request.tokens[first : first + count], 0)
 
-    def take_advanced(self, advanced: target_pb2.TargetEvent.Advanced) -> None:
-        """Passes the truth on and asks for the next chain, unless the next step is the last."""
+    def take_advanced(self, advanced: target_pb2.TargetEvent.Advanced) -> bool:
+        """Passes the truth on and asks for the next chain, unless the next step is the last. Whether it did."""
         if self._sequence is None or advanced.finish_reason or not _num_rows(advanced.hidden_states):
-            return
+            return False
         self._sequence.extend(advanced.hidden_states, advanced.token_ids, self._longest(len(advanced.token_ids)))
+        return True
 
     def lose(self, num_tokens: int) -> None:
         """A chain was sent, and its target is gone."""

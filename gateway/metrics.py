@@ -6,6 +6,7 @@ A *round* is a verification that carried a chain of at least one token.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -31,6 +32,14 @@ _INTER_TOKEN = (
 )
 _REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
+
+
+class RoundTimes(NamedTuple):
+    """One step's time as the gateway sees it, in seconds."""
+
+    waiting: float  # for the chain
+    verifying: float  # from the Advance to its answer
+    working: float  # the gateway's own
 
 
 class GatewayMetrics:
@@ -186,12 +195,10 @@ class ModelMetrics:
         """What the target says about its newest step."""
         self._kv_cache_usage.set(stats.kv_cache_usage)
 
-    def time_round(
-        self, chain: Chain, event: target_pb2.TargetEvent, waited: float, verifying: float, working: float
-    ) -> None:
-        """Divides one step's time, in seconds: the wait for the chain, that for the target, and the gateway's own."""
+    def time_round(self, chain: Chain, event: target_pb2.TargetEvent, times: RoundTimes) -> None:
+        """Divides the time of one step among its stages."""
         verify, target_queue = event.compute_us * 1e-6, event.queue_us * 1e-6
-        on_the_way = max(0.0, verifying - verify - target_queue)
+        on_the_way = max(0.0, times.verifying - verify - target_queue)
         if chain.waited:
             on_the_way += max(0.0, chain.waited - chain.queue - chain.compute)
         stages = self._stages
@@ -199,7 +206,7 @@ class ModelMetrics:
         stages["verify"].observe(verify)
         stages["draft"].observe(chain.compute)
         stages["transport"].observe(on_the_way)
-        stages["gateway"].observe(working + max(0.0, waited - chain.waited))
+        stages["gateway"].observe(times.working + max(0.0, times.waiting - chain.waited))
 
 
 class SpeculationMetrics:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from time import perf_counter
 
+from gateway.draft_session import Chain
 from gateway.drafting import Drafting
+from gateway.metrics import RoundTimes, SpeculationMetrics
 from gateway.pairs import Fleet, Target
 from gateway.recovery import Recovery
 from gateway.request import Request
+from gateway.streams import after_writes
 from gateway.target_session import SequenceLost, TargetSequence
 from outrider.v1 import target_pb2
 
@@ -66,11 +70,25 @@ async def run_round(request: Request, sequence: TargetSequence, drafting: Drafti
     sequence.advance(chain.token_ids, drafting.aux_change())
     event = await advanced_event(sequence, drafting, len(chain.token_ids))
     verified = perf_counter()
-    drafting.take_advanced(event.advanced)
+    if drafting.take_advanced(event.advanced):
+        await asyncio.sleep(0)  # the draft is written to first: it works while the client is told
     num_accepted = request.deliver(event.advanced, len(chain.token_ids))
-    if drafting.metrics is not None:
-        drafting.metrics.count_round(len(chain.token_ids), num_accepted)
-    request.metrics.time_round(chain, event, proposed - begun, verified - proposed, perf_counter() - verified)
+    times = RoundTimes(proposed - begun, verified - proposed, perf_counter() - verified)
+    after_writes(count_round, request, drafting.metrics, chain, event, num_accepted, times)
+
+
+def count_round(
+    request: Request,
+    speculation: SpeculationMetrics | None,
+    chain: Chain,
+    event: target_pb2.TargetEvent,
+    num_accepted: int,
+    times: RoundTimes,
+) -> None:
+    """Takes a round into the metrics, while the next one is under way."""
+    if speculation is not None:
+        speculation.count_round(len(chain.token_ids), num_accepted)
+    request.metrics.time_round(chain, event, times)
 
 
 async def advanced_event(sequence: TargetSequence, drafting: Drafting, num_drafted: int) -> target_pb2.TargetEvent:

@@ -22,6 +22,12 @@ log = logging.getLogger(__name__)
 FULL_MESSAGE_BYTES = 4 << 20
 
 
+def after_writes(callback: Callable[..., object], *args: object) -> None:
+    """Calls back once the writers that are ready have had their turn: for work that need not delay a round."""
+    loop = asyncio.get_running_loop()
+    loop.call_soon(loop.call_soon, callback, *args)
+
+
 class HeldStream(Generic[Request, Response]):
     """A bidirectional call. `on_response` gets each message, `on_end` why it ended; neither is called after close."""
 
