@@ -38,7 +38,7 @@ def resolve(draft: Path, target: Path, aux_boundaries: str = "") -> dict[str, st
     """Everything resolved, as names and values. Raises ValueError that lists every fault of both directories."""
     faults = Faults(f"{draft} beside {target}")
     override = parse_boundaries(aux_boundaries)
-    facts = _target_facts(target, faults)
+    facts = target_facts(target, faults)
     inspected = inspect_draft(draft, faults)
     fitted = fit(inspected, facts, override, faults) if inspected and facts else None
     faults.raise_if_any()
@@ -46,7 +46,7 @@ def resolve(draft: Path, target: Path, aux_boundaries: str = "") -> dict[str, st
     return fitted.summary()
 
 
-def _target_facts(directory: Path, faults: Faults) -> TargetFacts | None:
+def target_facts(directory: Path, faults: Faults) -> TargetFacts | None:
     """The target's sizes, from its config. Its embedding must be what the config says."""
     try:
         checkpoint = Checkpoint(directory)
