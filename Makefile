@@ -18,7 +18,7 @@ demo: $(VENV)/.demo  ## Fetch a small model, serve it with its draft on this mac
 	$(BIN)/python deploy/demo/demo.py
 
 test: $(VENV)/.test  ## Run all tests
-	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 check: $(VENV)/.test $(VENV)/stubs/.installed  ## Lint, types, layers, the wire contract and its stubs
 	$(BIN)/ruff check .
