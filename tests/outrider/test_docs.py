@@ -1,0 +1,62 @@
+"""What the documents say exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+import draft_service.__main__
+import gateway.__main__
+import target_service.__main__
+from draft_service.check import check
+from outrider.cli import app
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def named(document: Path) -> str:
+    return str(document.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
+def test_links_lead_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text())
+    missing = [link for link in links if "://" not in link and not (document.parent / link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
+def test_files_that_are_named_exist(document: Path) -> None:
+    folders = "outrider|kernels|target_service|draft_service|gateway|proto|tests|deploy|tools|docs"
+    paths = re.findall(rf"`((?:{folders})/[\w./-]*)`", document.read_text())
+    assert not [path for path in paths if not (ROOT / path).exists()]
+
+
+def test_flags_that_are_named_exist() -> None:
+    services = typer.Typer()
+    for command in (target_service.__main__.main, draft_service.__main__.draft, gateway.__main__.gateway, check):
+        services.command()(command)
+    commands = [*typer.main.get_command(app).commands.values(), *typer.main.get_command(services).commands.values()]
+    known = {flag for command in commands for parameter in command.params for flag in parameter.opts}
+    of_other_tools = {"--help", "--extra-index-url"}
+    for document in DOCUMENTS:
+        unknown = set(re.findall(r"--[a-z][a-z-]+", document.read_text())) - known - of_other_tools
+        assert not unknown, document
+
+
+def test_series_that_are_named_exist() -> None:
+    """Families of `outrider_` in the services' sources."""
+    sources = "".join(
+        path.read_text()
+        for folder in ("gateway", "target_service", "draft_service")
+        for path in (ROOT / folder).glob("*.py")
+    )
+    table = (ROOT / "docs" / "operations.md").read_text().partition("## Metrics")[2].partition("## Errors")[0]
+    names = re.findall(r"`([a-z][a-z_]+)(?:_total)?(?:\{[^}]*\})?`", table)
+    families = [name.removesuffix("_total") for name in names if "_" in name and not name.endswith("_")]
+    assert len(families) > 12
+    assert not [name for name in families if f'"{name}"' not in sources and name not in ("model_name", "draft_model")]
