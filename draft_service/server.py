@@ -66,7 +66,7 @@ class DraftServer:
             if signalled.done():
                 await self._frame.drain(self._servicer.finished, grace)
             else:
-                await self._frame.drain(self._servicer.finished, grace=0)
+                await self._frame.drain(self._servicer.finished, grace=1.0)
                 attached.result()
         finally:
             for task in (attached, signalled):

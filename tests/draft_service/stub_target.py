@@ -5,22 +5,36 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import json
 
+import grpc
 import torch
 
 from outrider.errors import Unavailable, abort
 from outrider.server import ServiceFrame
+from outrider.shared_memory import SharedSegment
+from outrider.shared_slices import SliceWriter
 from outrider.tensors import DTYPE_NUMBERS, tensor_bytes
-from outrider.v1 import target_pb2, target_pb2_grpc
+from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
+from tests.drafts import draft_tensors
 
+EMBED = "embed_tokens.weight"
+FLAGS = ("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0")
 Shared = target_pb2.FetchSharedWeightsRequest
 _instances = itertools.count(1)
+
+
+def shared_tensors(directory):
+    """Embedding and head for a stub beside a draft: those that its checkpoint would have had."""
+    config = json.loads((directory / "config.json").read_text())
+    full = draft_tensors({**config, "draft_vocab_size": None}, 0)
+    return full[EMBED], full["lm_head.weight"]
 
 
 class StubTarget(target_pb2_grpc.TargetServiceServicer):
     """GetTargetInfo, FetchSharedWeights and Attach over given tensors. Faults are switched on by its attributes."""
 
-    def __init__(self, embed: torch.Tensor, head: torch.Tensor, num_layers: int = 4) -> None:
+    def __init__(self, embed: torch.Tensor, head: torch.Tensor, num_layers: int = 4, shared_memory: int = 0) -> None:
         self.tensors = {Shared.SHARED_TENSOR_EMBED_TOKENS: embed, Shared.SHARED_TENSOR_LM_HEAD: head}
         self.info = target_pb2.GetTargetInfoResponse(
             model="stub",
@@ -37,7 +51,9 @@ class StubTarget(target_pb2_grpc.TargetServiceServicer):
         self.corrupt = 0  # how many fetches carry a wrong byte
         self.fetches: list[tuple[int, int]] = []
         self.attached: dict[str, asyncio.Event] = {}
-        self.released: list[tuple[str, list[int]]] = []
+        self.shared_memory = shared_memory  # bytes of the buffer that each draft is offered
+        self.segment: SharedSegment | None = None
+        self.writer: SliceWriter | None = None
         self.frame = ServiceFrame("target", "outrider.v1.TargetService", "127.0.0.1:0", None)
 
     async def start(self, address: str | None = None) -> str:
@@ -88,8 +104,34 @@ class StubTarget(target_pb2_grpc.TargetServiceServicer):
     async def Attach(self, request_iterator, context):
         first = await context.read()
         assert first.WhichOneof("message") == "draft", first
-        ended = self.attached.setdefault(first.draft.draft_instance_id, asyncio.Event())
-        await context.write(target_pb2.AttachResponse(target_instance_id=self.info.instance_id))
-        # No buffers are offered, so nothing is to be opened.
-        await ended.wait()
-        del self.attached[first.draft.draft_instance_id]
+        draft = first.draft.draft_instance_id
+        ended = self.attached.setdefault(draft, asyncio.Event())
+        buffers = []
+        if self.shared_memory:
+            assert first.draft.transports[0] == common_pb2.TRANSPORT_SHARED_MEMORY
+            self.segment = SharedSegment.create(self.shared_memory)
+            buffers.append(
+                target_pb2.BufferHandle(
+                    buffer_id=f"{self.info.instance_id}/1",
+                    transport=common_pb2.TRANSPORT_SHARED_MEMORY,
+                    handle=self.segment.name.encode(),
+                    size=self.shared_memory,
+                )
+            )
+        await context.write(target_pb2.AttachResponse(target_instance_id=self.info.instance_id, buffers=buffers))
+        tasks = [asyncio.create_task(self._read(context)), asyncio.create_task(ended.wait())]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        del self.attached[draft]
+
+    async def _read(self, context) -> None:
+        """Takes what the draft says: opened once, where a buffer was offered, then releases."""
+        while (message := await context.read()) is not grpc.aio.EOF:
+            if message.WhichOneof("message") == "opened":
+                assert self.segment is not None and self.writer is None
+                self.segment.unlink()
+                self.writer = SliceWriter(self.segment.view)
+            else:
+                assert message.released.buffer_id == f"{self.info.instance_id}/1"
+                self.writer.release(message.released.generations)
