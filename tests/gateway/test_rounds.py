@@ -191,3 +191,15 @@ def _check_zero_series(gateway: Service) -> None:
     for stage in ("queue", "verify", "draft", "transport", "gateway"):
         assert gateway.metric("outrider_round_duration_seconds_count", stage=stage) == 0
     assert gateway.metric("vllm:spec_decode_num_drafts_total", engine="0", model_name="scripted") == 0
+
+
+async def test_a_prompt_of_20000_tokens() -> None:
+    # In pieces of 512 KiB of rows, as a target of hidden size 64 would send them.
+    with scripted_cluster([["--max-sequence-length", "30000", "--prefill-chunk", "512"]], [[]]) as large:
+        async with Client(large.gateway.address) as client:
+            prompt = [3 + i * i % 250 for i in range(20000)]
+            answers = [await client.generate(prompt, k=k, max_new_tokens=20, prompt_logprobs=0) for k in (0, 5)]
+        assert answers[0].outcome == answers[1].outcome and len(answers[1].prompt_logprobs) == 19999
+        assert answers[1].usage.accepted_tokens > 0
+        assert large.drafts[0].metric("outrider_rows_total") >= 20000
+        assert large.drafts[0].metric("outrider_audit_failures_total") == 0
