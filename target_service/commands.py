@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from kernels.sampling import SamplingParams
+from outrider.errors import OutriderError
 from outrider.v1 import common_pb2
 from target_service.logprobs import TokenLogprobs
 from target_service.verification import EndingRules
@@ -76,7 +77,7 @@ class Reject:
 
     session: Session
     sequence_id: int
-    error: Exception
+    error: OutriderError
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,11 @@ class TargetEngine:
         self._metrics = metrics
         self._plan = Plan()
         self._stats = Stats()
+        metrics.watch_load(
+            running=lambda: len(self.scheduler.active),
+            waiting=lambda: len(self.scheduler.waiting),
+            cache_usage=lambda: self.pages.usage,
+        )
 
     def apply(self, commands: list[Command]) -> None:
         """Takes commands in, in order."""
@@ -67,17 +72,16 @@ class TargetEngine:
     def step(self) -> None:
         """Schedules, runs the model, chooses tokens, accepts chains and emits."""
         began = time.monotonic()
-        if (start := self._pace.start(began)) is None or start <= began:
-            self._plan = plan = self.scheduler.plan(began)
-            for sequence in plan.preempted:
-                self.roster.lose(sequence)
-            if plan.work:
-                self._aim(plan)
-                output = self._forward(plan)
-                logits, choices = self._choose(plan, output)
-                self._measure(plan, began)
-                self._emit(plan, output, logits, choices, began)
+        self._plan = plan = self._schedule(began)
+        if plan.work:
+            self._aim(plan)
+            output = self._forward(plan)
+            logits, choices = self._choose(plan, output)
+            self._measure(plan, began)
+            self._emit(plan, output, logits, choices, began)
         self.roster.flush(self._stats)
+        if plan.work:  # counted once the answers are on their way: nobody waits for this
+            self._metrics.stepped(self._stats)
 
     def on_failure(self, error: Exception) -> None:
         """A step raised: the sequences in it end with INTERNAL, the others go on."""
@@ -87,6 +91,16 @@ class TargetEngine:
             self.roster.fail(sequence, Internal(f"the step failed: {type(error).__name__}: {error}"))
         self._plan = Plan()
         self.roster.flush(self._stats)
+
+    def _schedule(self, now: float) -> Plan:
+        """The step's rows; none while commands on their way are waited for."""
+        start = self._pace.start(now)
+        if start is not None and start > now:
+            return Plan()
+        plan = self.scheduler.plan(now)
+        for sequence in plan.preempted:
+            self.roster.lose(sequence)
+        return plan
 
     def _aim(self, plan: Plan) -> None:
         """From this step on, hidden states go where an advance says."""
@@ -112,7 +126,6 @@ class TargetEngine:
         self._pace.stepped(compute)
         waiting = len(self.scheduler.waiting)
         self._stats = Stats(len(plan.work), plan.num_rows, compute, waiting, self.pages.usage)
-        self._metrics.stepped(self._stats)
 
     def _emit(self, plan: Plan, output: ForwardOutput, logits: torch.Tensor, choices: list[int], began: float) -> None:
         row = chosen = 0

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from outrider.errors import DRAINING, PREEMPTED, QUEUE_FULL
 from outrider.metrics import PREFIX, STEP_BUCKETS
 from outrider.v1 import common_pb2
 from target_service.commands import Stats
@@ -15,6 +16,7 @@ _TRANSPORTS = {
     common_pb2.TRANSPORT_SHARED_MEMORY: "shared_memory",
     common_pb2.TRANSPORT_CUDA_IPC: "cuda_ipc",
 }
+_REASONS = (PREEMPTED, QUEUE_FULL, DRAINING, "INVALID_ARGUMENT", "NOT_FOUND", "INTERNAL")
 _ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -39,13 +41,18 @@ class TargetMetrics:
         self._unreleased = gauge("unreleased_slices", "Slices of hidden states that no reader has released")
         self._attached = gauge("attached_drafts", "Drafts that read hidden states from a shared buffer")
         self._preemptions = counter("num_preemptions", "Sequences that lost their pages")
-        self._refused = counter("num_requests_refused", "Opens that found the queue full")
-        self._failed = counter("num_sequences_failed", "Sequences that ended with any other error")
         self._prompt = counter("prompt_tokens", "Prompt tokens computed, reopened ones included")
         self._generation = counter("generation_tokens", "Tokens emitted")
         self._step_time = histogram("step_duration_seconds", "Time of an engine step on the device", STEP_BUCKETS)
         self._step_rows = histogram("step_num_tokens", "Tokens run through the model in a step", _ROW_BUCKETS)
         self._step_sequences = histogram("step_batch_size", "Sequences in a step", _ROW_BUCKETS)
+        errors = Counter(
+            PREFIX + "sequence_errors",
+            "Sequences that ended with an error",
+            [*labels, "reason"],
+            registry=registry,
+        )
+        self._errors = {reason: errors.labels(**labels, reason=reason) for reason in _REASONS}
         hidden = Counter(
             PREFIX + "hidden_state_bytes",
             "Bytes of auxiliary hidden states emitted",
@@ -54,11 +61,13 @@ class TargetMetrics:
         )
         self._hidden = {number: hidden.labels(**labels, transport=name) for number, name in _TRANSPORTS.items()}
 
-    def load(self, running: int, waiting: int, cache_usage: float) -> None:
-        """Who is here now."""
-        self._running.set(running)
-        self._waiting.set(waiting)
-        self._cache_usage.set(cache_usage)
+    def watch_load(
+        self, running: Callable[[], int], waiting: Callable[[], int], cache_usage: Callable[[], float]
+    ) -> None:
+        """Asks these whenever the metrics are read."""
+        self._running.set_function(running)
+        self._waiting.set_function(waiting)
+        self._cache_usage.set_function(cache_usage)
 
     def stepped(self, stats: Stats) -> None:
         """A step was computed."""
@@ -74,17 +83,11 @@ class TargetMetrics:
         """Tokens were emitted."""
         self._generation.inc(count)
 
-    def preempted(self) -> None:
-        """A sequence lost its pages."""
-        self._preemptions.inc()
-
-    def refused(self) -> None:
-        """The queue was full."""
-        self._refused.inc()
-
-    def failed(self) -> None:
-        """A sequence ended with an error of its own."""
-        self._failed.inc()
+    def failed(self, reason: str) -> None:
+        """A sequence ended with an error."""
+        self._errors[reason].inc()
+        if reason == PREEMPTED:
+            self._preemptions.inc()
 
     def hidden_state_bytes(self, transport: common_pb2.Transport, size: int) -> None:
         """Rows were emitted."""

@@ -5,7 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from outrider.errors import DRAINING, PREEMPTED, QUEUE_FULL, InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from outrider.errors import (
+    DRAINING,
+    PREEMPTED,
+    QUEUE_FULL,
+    InvalidArgument,
+    NotFound,
+    OutriderError,
+    ResourceExhausted,
+    Unavailable,
+)
 from target_service.attach import Buffers
 from target_service.commands import (
     Advance,
@@ -82,20 +91,16 @@ class Roster:
         """Keeps an event for the sequence's session until `flush`."""
         self._outgoing.setdefault(sequence.open.session, []).append(event)
 
-    def fail(self, sequence: Sequence, error: Exception) -> None:
+    def fail(self, sequence: Sequence, error: OutriderError) -> None:
         """Ends a sequence with an error."""
         self.release(sequence)
-        self.put(sequence, Failed(sequence.open.sequence_id, error))
+        self._answer(*sequence.key, error)
 
     def lose(self, sequence: Sequence) -> None:
         """Ends a sequence whose pages the scheduler has taken."""
         log.info("%s preempted", sequence)
-        self._metrics.preempted()
         self._forget(sequence)
-        self.put(
-            sequence,
-            Failed(sequence.open.sequence_id, ResourceExhausted("preempted: its pages were needed", PREEMPTED, 0)),
-        )
+        self._answer(*sequence.key, _preempted())
 
     def release(self, sequence: Sequence) -> None:
         """Frees a sequence: its id, place, pages and slices."""
@@ -107,7 +112,6 @@ class Roster:
         for session, events in self._outgoing.items():
             self._deliver(session.take, events, stats)
         self._outgoing.clear()
-        self._metrics.load(len(self._scheduler.active), len(self._scheduler.waiting), self._scheduler.pages.usage)
 
     def _open(self, command: Open) -> None:
         if (command.session, command.sequence_id) in self.sequences:
@@ -120,9 +124,8 @@ class Roster:
         sequence = Sequence.of(command, self._opened)
         self.sequences[sequence.key] = sequence
         if (refused := self._scheduler.enqueue(sequence)) is not None:
-            self._metrics.refused()
             self._forget(refused)
-            self._answer(refused.open.session, refused.open.sequence_id, _queue_full(self._scheduler))
+            self._answer(*refused.key, _queue_full(self._scheduler))
 
     def _advance(self, command: Advance) -> None:
         sequence = self._find(command)
@@ -139,7 +142,8 @@ class Roster:
         else:
             self._answer(command.session, command.sequence_id, command.error)
 
-    def _answer(self, session: Session, sequence_id: int, error: Exception) -> None:
+    def _answer(self, session: Session, sequence_id: int, error: OutriderError) -> None:
+        self._metrics.failed(error.reason)
         self._outgoing.setdefault(session, []).append(Failed(sequence_id, error))
 
     def _find(self, command: Advance | Close | RowsWritten | Reject) -> Sequence | None:
@@ -148,6 +152,10 @@ class Roster:
     def _forget(self, sequence: Sequence) -> None:
         del self.sequences[sequence.key]
         self._buffers.abandon(sequence)
+
+
+def _preempted() -> ResourceExhausted:
+    return ResourceExhausted("its pages were needed, or it had no command for too long", PREEMPTED, retry_after=0)
 
 
 def _draining() -> Unavailable:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kernels.penalties import TokenHistory
-from target_service.commands import Advance, AuxRequest, Open
+from target_service.commands import Advance, AuxRequest, Open, Session
 
-Key = tuple[object, int]  # session, sequence id
+Key = tuple[Session, int]  # session, sequence id
 
 
 @dataclass(eq=False)

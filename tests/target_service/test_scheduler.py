@@ -30,9 +30,9 @@ def make_scheduler(num_pages=10, **changes):
     return Scheduler(Limits(**{**LIMITS.__dict__, **changes}), PageAllocator(num_pages, PAGE))
 
 
-def make_sequence(order, num_tokens, arrival=0, max_new_tokens=0):
-    command = Open(
-        session=None,
+def make_open(order, num_tokens, arrival=0, max_new_tokens=0, session=None):
+    return Open(
+        session=session,
         sequence_id=order,
         token_ids=torch.arange(num_tokens),
         num_generated=0,
@@ -45,7 +45,10 @@ def make_sequence(order, num_tokens, arrival=0, max_new_tokens=0):
         request_id="",
         received=0.0,
     )
-    return Sequence.of(command, order)
+
+
+def make_sequence(order, num_tokens, **fields):
+    return Sequence.of(make_open(order, num_tokens, **fields), order)
 
 
 def compute(scheduler, plan, now, accepted=10**9):
@@ -91,7 +94,7 @@ class Scheduling(RuleBasedStateMachine):
     @rule(num_tokens=st.integers(1, 35), arrival=st.integers(0, 50))
     def open(self, num_tokens, arrival):
         self.opened += 1
-        sequence = make_sequence(self.opened, num_tokens, arrival)
+        sequence = make_sequence(self.opened, num_tokens, arrival=arrival)
         self.alive.append(sequence)
         assert self.scheduler.enqueue(sequence) is None
 
@@ -171,7 +174,11 @@ def test_an_open_waits_for_pages_for_all_its_tokens():
 def test_the_queue_is_by_arrival_and_only_a_full_one_refuses():
     scheduler = make_scheduler(max_queue=2)
     scheduler.enqueue(make_sequence(1, 35))
-    young, old, between = make_sequence(2, 35, 300), make_sequence(3, 35, 100), make_sequence(4, 35, 200)
+    young, old, between = (
+        make_sequence(2, 35, arrival=300),
+        make_sequence(3, 35, arrival=100),
+        make_sequence(4, 35, arrival=200),
+    )
     assert scheduler.enqueue(young) is None
     assert scheduler.enqueue(old) is None
     assert scheduler.enqueue(between) is young
@@ -223,7 +230,11 @@ def test_rows_that_could_only_choose_tokens_past_the_end_are_left_out(length, ma
 
 def test_who_has_no_command_for_a_second_goes_before_the_youngest():
     scheduler = make_scheduler(num_pages=10)
-    oldest, idle, youngest = make_sequence(1, 12, 1), make_sequence(2, 12, 2), make_sequence(3, 12, 3)
+    oldest, idle, youngest = (
+        make_sequence(1, 12, arrival=1),
+        make_sequence(2, 12, arrival=2),
+        make_sequence(3, 12, arrival=3),
+    )
     for sequence in (oldest, idle, youngest):
         scheduler.enqueue(sequence)
     prefill(scheduler)
@@ -236,7 +247,7 @@ def test_who_has_no_command_for_a_second_goes_before_the_youngest():
 
 def test_the_youngest_goes_even_when_it_asks_itself():
     scheduler = make_scheduler(num_pages=9)
-    oldest, youngest = make_sequence(1, 16, 1), make_sequence(2, 16, 2)
+    oldest, youngest = make_sequence(1, 16, arrival=1), make_sequence(2, 16, arrival=2)
     for sequence in (oldest, youngest):
         scheduler.enqueue(sequence)
     prefill(scheduler)

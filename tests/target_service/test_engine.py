@@ -1,0 +1,124 @@
+"""The engine without a process around it: what a step that fails costs, and when a step starts."""
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from outrider.errors import Internal
+from target_service.commands import Advance, Advanced, Failed
+from target_service.loading import load_target
+from target_service.metrics import TargetMetrics
+from target_service.pace import WAIT_FRACTION, Pace
+from target_service.settings import Settings
+from tests.models import write_tiny_llama
+from tests.target_service.test_scheduler import advance, make_open, make_scheduler, make_sequence, prefill
+
+
+class Recorder:
+    """A session that keeps what it is given."""
+
+    def __init__(self):
+        self.events = []
+
+    def take(self, events, stats):
+        self.events += events
+
+
+@pytest.fixture
+def engine(tmp_path):
+    settings = Settings(
+        model=write_tiny_llama(tmp_path / "llama"),
+        name="tiny",
+        device="cpu",
+        dtype="auto",
+        kv_cache="1MiB",
+        max_sequences=4,
+        max_draft_tokens=4,
+        max_sequence_length=128,
+        step_tokens=20,
+        max_queue=4,
+    )
+    metrics = TargetMetrics(CollectorRegistry(), "tiny")
+    return load_target(settings, "id", metrics, lambda function, *arguments: function(*arguments)).engine
+
+
+def test_a_step_that_fails_ends_its_sequences_and_no_other(engine, monkeypatch):
+    monkeypatch.setattr("target_service.pace.WAIT_FRACTION", 0.0)
+    session = Recorder()
+    engine.apply([make_open(1, 10, session=session), make_open(2, 10, session=session)])
+    engine.step()
+    first_tokens = {e.sequence_id: e.token_ids[0] for e in session.events if isinstance(e, Advanced)}
+    engine.apply([Advance(session, 1, [], None, 0.0)])
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._model, "logits", lambda hidden: 1 / 0)
+        with pytest.raises(ZeroDivisionError) as error:
+            engine.step()
+        engine.on_failure(error.value)
+    failed = session.events[-1]
+    assert isinstance(failed, Failed) and failed.sequence_id == 1
+    assert isinstance(failed.error, Internal) and "division by zero" in failed.error.message
+
+    engine.apply([Advance(session, 2, [], None, 0.0), make_open(3, 10, session=session)])
+    engine.step()
+    later = {e.sequence_id: e.token_ids[0] for e in session.events[-3:] if isinstance(e, Advanced)}
+    assert set(later) == {2, 3}
+    assert later[3] == first_tokens[2]
+
+
+def test_logits_that_are_not_numbers_are_an_internal_error(engine, monkeypatch):
+    session = Recorder()
+    engine.apply([make_open(1, 10, session=session)])
+    monkeypatch.setattr(engine._model, "logits", lambda hidden: torch.full((len(hidden), 320), torch.nan))
+    engine.step()
+    assert isinstance(session.events[-1].error, Internal)
+    assert engine.pages.num_free == engine.pages.num_pages
+
+
+def test_an_engine_with_nothing_to_do_waits_for_a_command_or_the_next_expiry(engine):
+    session = Recorder()
+    assert engine.idle_seconds() is None
+    engine.apply([make_open(1, 30, session=session)])
+    assert engine.idle_seconds() == 0
+    engine.step()
+    assert engine.idle_seconds() == 0  # the second chunk
+    engine.step()
+    assert 29 < engine.idle_seconds() <= 30
+
+
+def two_running(now=100.0):
+    scheduler = make_scheduler()
+    first, second = make_sequence(1, 4), make_sequence(2, 4)
+    for sequence in (first, second):
+        scheduler.enqueue(sequence)
+    prefill(scheduler, now)
+    return scheduler, first, second
+
+
+def test_a_step_waits_a_little_for_commands_that_are_on_their_way():
+    scheduler, first, second = two_running()
+    pace = Pace(scheduler)
+    assert pace.start(100.0) is None
+    pace.stepped(0.010)
+    advance(first)
+    assert pace.start(100.0) == pytest.approx(100.0 + WAIT_FRACTION * 0.010)
+    assert pace.start(100.001) == pytest.approx(100.0 + WAIT_FRACTION * 0.010)
+    assert pace.start(100.2) == 100.2
+    advance(second)
+    assert pace.start(100.001) == 100.001
+
+
+def test_a_step_does_not_wait_for_who_has_been_silent_for_long():
+    scheduler, first, _ = two_running()
+    pace = Pace(scheduler)
+    pace.stepped(0.010)
+    advance(first)
+    assert pace.start(101.5) == 101.5
+
+
+def test_a_lone_sequence_waits_for_nobody():
+    scheduler, first, second = two_running()
+    scheduler.release(second)
+    pace = Pace(scheduler)
+    pace.stepped(0.010)
+    advance(first)
+    assert pace.start(100.0) == 100.0
