@@ -10,10 +10,10 @@ from target_service.sequence import Sequence
 
 
 class PageTables:
-    """Every admitted sequence's pages, int32 [max_sequences, P]: row `slot` is that sequence's."""
+    """Every admitted sequence's pages, int32 [max_sequences, P] where the model is: row `slot` is that sequence's."""
 
-    def __init__(self, max_sequences: int, max_pages: int) -> None:
-        self.rows = torch.zeros(max_sequences, max_pages, dtype=torch.int32)
+    def __init__(self, max_sequences: int, max_pages: int, device: torch.device) -> None:
+        self.rows = torch.zeros(max_sequences, max_pages, dtype=torch.int32, device=device)
 
     def update(self, sequence: Sequence) -> None:
         """Writes the pages that a sequence got since the last step."""
@@ -39,23 +39,26 @@ def build_batch(work: list[Work], tables: PageTables) -> ForwardBatch:
         token_ids += sequence.advance.draft_token_ids[: item.count - 1]
         positions += range(item.start, item.start + item.count)
         slots += [sequence.slot] * item.count
-    batch = ForwardBatch(
+    columns = (
         torch.tensor(token_ids, dtype=torch.int64),
         torch.tensor(positions, dtype=torch.int32),
         torch.tensor(slots, dtype=torch.int32),
-        tables.rows,
     )
-    return _with_chunks(batch, chunks) if chunks else batch
+    if chunks:
+        columns = _with_chunks(*columns, chunks)
+    ids, at, rows_of = (column.to(tables.rows.device) for column in columns)
+    return ForwardBatch(ids, at, rows_of, tables.rows)
 
 
-def _with_chunks(batch: ForwardBatch, chunks: list[Work]) -> ForwardBatch:
+def _with_chunks(
+    token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, chunks: list[Work]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     ends = [(item, item.start + item.count) for item in chunks]
-    token_ids = [item.sequence.open.token_ids[item.start : end] for item, end in ends]
-    positions = [torch.arange(item.start, end, dtype=torch.int32) for item, end in ends]
-    slots = [torch.full((item.count,), item.sequence.slot, dtype=torch.int32) for item in chunks]
-    return ForwardBatch(
-        torch.cat([batch.token_ids, *token_ids]),
-        torch.cat([batch.positions, *positions]),
-        torch.cat([batch.row_sequence, *slots]),
-        batch.page_tables,
+    chunk_ids = [item.sequence.open.token_ids[item.start : end] for item, end in ends]
+    chunk_positions = [torch.arange(item.start, end, dtype=torch.int32) for item, end in ends]
+    chunk_slots = [torch.full((item.count,), item.sequence.slot, dtype=torch.int32) for item in chunks]
+    return (
+        torch.cat([token_ids, *chunk_ids]),
+        torch.cat([positions, *chunk_positions]),
+        torch.cat([slots, *chunk_slots]),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 
@@ -23,8 +22,6 @@ from target_service.pace import Pace
 from target_service.roster import Roster
 from target_service.scheduler import Plan, Scheduler, Work
 
-log = logging.getLogger(__name__)
-
 
 class TargetEngine:
     """The model, its cache and all sequences. Runs in one thread; `deliver` calls a function on the event loop."""
@@ -43,7 +40,7 @@ class TargetEngine:
         self.pages = PageAllocator(num_pages, self._cache.page_size)
         self.scheduler = Scheduler(limits, self.pages)
         longest = self.pages.pages_for(limits.max_sequence_length + limits.max_draft_tokens)
-        self._tables = PageTables(limits.max_sequences, longest)
+        self._tables = PageTables(limits.max_sequences, longest, self._cache.layers[0].keys.device)
         self.roster = Roster(self.scheduler, buffers, metrics, deliver)
         self._emitter = Emitter(model, self.roster, RowSender(buffers, metrics), metrics)
         self._pace = Pace(self.scheduler)
@@ -87,7 +84,6 @@ class TargetEngine:
         """A step raised: the sequences in it end with INTERNAL, the others go on."""
         failed = [work.sequence for work in self._plan.work if work.sequence.key in self.roster.sequences]
         for sequence in failed:
-            log.error("%s was in the failed step", sequence)
             self.roster.fail(sequence, Internal(f"the step failed: {type(error).__name__}: {error}"))
         self._plan = Plan()
         self.roster.flush(self._stats)
@@ -124,8 +120,7 @@ class TargetEngine:
     def _measure(self, plan: Plan, began: float) -> None:
         compute = time.monotonic() - began
         self._pace.stepped(compute)
-        waiting = len(self.scheduler.waiting)
-        self._stats = Stats(len(plan.work), plan.num_rows, compute, waiting, self.pages.usage)
+        self._stats = Stats(len(plan.work), plan.num_rows, compute, plan.queue_depth, self.pages.usage)
 
     def _emit(self, plan: Plan, output: ForwardOutput, logits: torch.Tensor, choices: list[int], began: float) -> None:
         row = chosen = 0

@@ -5,18 +5,18 @@ Half a batch costs almost a whole one where target and draft take turns on one d
 
 from __future__ import annotations
 
-from target_service.scheduler import IDLE_FIRST, Scheduler
+from target_service.scheduler import Scheduler
 
 # Of the last step's time.
 WAIT_FRACTION = 0.15
 
 
 class Pace:
-    """Remembers how long the last step took and when waiting for the next began."""
+    """Remembers how long the last step took and since when the next could have started."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._last_step = 0.0
+        self._longest_wait = 0.0
         self._ready_since: float | None = None
 
     def start(self, now: float) -> float | None:
@@ -26,16 +26,18 @@ class Pace:
             return None
         if self._ready_since is None:
             self._ready_since = now
-        return max(self._ready_since + WAIT_FRACTION * self._last_step, now) if self._expects_more(now) else now
+        deadline = self._ready_since + self._longest_wait
+        return deadline if now < deadline and self._expects_more(now, deadline) else now
 
     def stepped(self, seconds: float) -> None:
         """A step was made."""
-        self._last_step = seconds
+        self._longest_wait = WAIT_FRACTION * seconds
         self._ready_since = None
 
-    def _expects_more(self, now: float) -> bool:
-        """Whether a command is on its way: some sequence was answered not long ago."""
+    def _expects_more(self, now: float, deadline: float) -> bool:
+        """Whether a caller, by the time it took for its last command, will be here by then, and is not long overdue."""
+        overdue = now - self._longest_wait
         return any(
-            sequence.idle_since is not None and now - sequence.idle_since < IDLE_FIRST
+            sequence.idle_since is not None and overdue <= sequence.idle_since + sequence.turnaround <= deadline
             for sequence in self._scheduler.active
         )

@@ -9,6 +9,7 @@ from outrider.errors import (
     DRAINING,
     PREEMPTED,
     QUEUE_FULL,
+    Internal,
     InvalidArgument,
     NotFound,
     OutriderError,
@@ -93,6 +94,8 @@ class Roster:
 
     def fail(self, sequence: Sequence, error: OutriderError) -> None:
         """Ends a sequence with an error."""
+        if isinstance(error, Internal):
+            log.error("%s ended: %s", sequence, error)
         self.release(sequence)
         self._answer(*sequence.key, error)
 
@@ -134,6 +137,7 @@ class Roster:
         elif sequence.idle_since is None:
             self.fail(sequence, _early(sequence))
         else:
+            sequence.turnaround = command.received - sequence.idle_since
             sequence.advance, sequence.idle_since = command, None
 
     def _reject(self, command: Reject) -> None:

@@ -51,6 +51,8 @@ class Plan:
 
     work: list[Work] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    # Commands that waited when it was made.
+    queue_depth: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -100,7 +102,7 @@ class Scheduler:
 
     def plan(self, now: float) -> Plan:
         """Decides the next step. Pages of its rows are allocated, those of the preempted are free."""
-        plan = Plan()
+        plan = Plan(queue_depth=len(self.waiting) + sum(s.idle_since is None for s in self.active))
         for sequence in [s for s in self.active if s.idle_since is not None and now - s.idle_since >= IDLE_LIMIT]:
             self._preempt(sequence, plan)
         self._plan_verification(plan, now)

@@ -33,6 +33,8 @@ class Sequence:
     advance: Advance | None = None
     # Since when the caller owes a command; None while prefilling or with a command waiting.
     idle_since: float | None = None
+    # How long the caller took from the last answer to its next command.
+    turnaround: float = 0.0
     # Inline prefill chunks handed to the session and not yet written.
     unwritten_chunks: int = 0
 

@@ -85,40 +85,42 @@ def test_an_engine_with_nothing_to_do_waits_for_a_command_or_the_next_expiry(eng
     assert 29 < engine.idle_seconds() <= 30
 
 
-def two_running(now=100.0):
+def two_running(turnaround=0.0):
+    """Two sequences that were answered at 100 s, and the pace after a step of 10 ms: the longest wait is 1.5 ms."""
     scheduler = make_scheduler()
     first, second = make_sequence(1, 4), make_sequence(2, 4)
     for sequence in (first, second):
         scheduler.enqueue(sequence)
-    prefill(scheduler, now)
-    return scheduler, first, second
-
-
-def test_a_step_waits_a_little_for_commands_that_are_on_their_way():
-    scheduler, first, second = two_running()
+    prefill(scheduler, now=100.0)
+    second.turnaround = turnaround
     pace = Pace(scheduler)
-    assert pace.start(100.0) is None
     pace.stepped(0.010)
+    return scheduler, pace, first, second
+
+
+def test_without_work_no_step_starts():
+    _, pace, _, _ = two_running()
+    assert pace.start(100.0) is None
+
+
+def test_a_step_waits_a_little_for_a_command_that_is_on_its_way():
+    _, pace, first, second = two_running(turnaround=0.001)
     advance(first)
-    assert pace.start(100.0) == pytest.approx(100.0 + WAIT_FRACTION * 0.010)
-    assert pace.start(100.001) == pytest.approx(100.0 + WAIT_FRACTION * 0.010)
+    assert pace.start(100.0) == pace.start(100.001) == 100.0 + WAIT_FRACTION * 0.010
     assert pace.start(100.2) == 100.2
     advance(second)
     assert pace.start(100.001) == 100.001
 
 
-def test_a_step_does_not_wait_for_who_has_been_silent_for_long():
-    scheduler, first, _ = two_running()
-    pace = Pace(scheduler)
-    pace.stepped(0.010)
+@pytest.mark.parametrize(("turnaround", "now"), [(0.005, 100.0), (0.001, 100.003), (0.0, 131.0)])
+def test_a_step_does_not_wait_for_who_cannot_make_it_or_is_overdue(turnaround, now):
+    _, pace, first, _ = two_running(turnaround)
     advance(first)
-    assert pace.start(101.5) == 101.5
+    assert pace.start(now) == now
 
 
 def test_a_lone_sequence_waits_for_nobody():
-    scheduler, first, second = two_running()
+    scheduler, pace, first, second = two_running()
     scheduler.release(second)
-    pace = Pace(scheduler)
-    pace.stepped(0.010)
     advance(first)
     assert pace.start(100.0) == 100.0
