@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from draft_service.boundaries import Boundaries, resolve_boundaries
 from draft_service.description import DraftDescription, describe_flat
@@ -13,15 +14,20 @@ from draft_service.faults import Faults
 from draft_service.layout import D2T, T2D, canonical_names, compare, validate_d2t
 from draft_service.sharing import Sharing, TargetFacts, resolve_sharing
 from outrider.checkpoint import Checkpoint
+from outrider.vocabulary import vocabulary_sha256
 
 
 @dataclass(frozen=True)
 class InspectedDraft:
-    """A draft checkpoint whose headers fit its config. `names`: canonical name to name in the file."""
+    """A draft checkpoint whose headers fit its config.
+
+    `names`: canonical name to name in the file. `vocabulary_sha256`: empty for a draft that brings no tokenizer.
+    """
 
     checkpoint: Checkpoint
     description: DraftDescription
     names: dict[str, str]
+    vocabulary_sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ def inspect_draft(directory: str | os.PathLike[str], faults: Faults) -> Inspecte
     if not faults:
         maps = [checkpoint.load(names[name]) if name in names else None for name in (D2T, T2D)]
         validate_d2t(description, maps[0], maps[1], faults)
-    return InspectedDraft(checkpoint, description, names)
+    return InspectedDraft(checkpoint, description, names, _vocabulary_sha256(checkpoint.directory))
 
 
 def fit(draft: InspectedDraft, target: TargetFacts, override: Sequence[int] | None, faults: Faults) -> FittedDraft:
@@ -83,3 +89,8 @@ def fit(draft: InspectedDraft, target: TargetFacts, override: Sequence[int] | No
     boundaries = resolve_boundaries(draft.description, target.num_layers, override, faults)
     sharing = resolve_sharing(draft.description, draft.names, target, faults)
     return FittedDraft(draft, target, boundaries, sharing)
+
+
+def _vocabulary_sha256(directory: Path) -> str:
+    path = directory / "tokenizer.json"
+    return vocabulary_sha256(path, path.read_bytes()) if path.is_file() else ""

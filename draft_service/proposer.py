@@ -96,9 +96,9 @@ class Proposer:
             chosen, probabilities = self.chooser.choose(logits, samplings[:count], positions)
             drafted.append((self.model.target_ids[chosen], probabilities))
             count = sum(turn.num_tokens > step + 1 for turn in turns)
-            if count:
-                tokens = drafted[-1][0][:count]
-                outputs = self.model.forward(fed_back[:count], tokens, steps[step], self.cache.kv)
+            if not count or _all_unsure(turns[:count], drafted):
+                break
+            outputs = self.model.forward(fed_back[:count], drafted[-1][0][:count], steps[step], self.cache.kv)
         return _read_chains(turns, drafted)
 
 
@@ -127,6 +127,14 @@ def _chain_rows(turns: list[Turn], rows: RowBatch) -> list[RowBatch]:
     ]
 
 
+def _all_unsure(turns: list[Turn], drafted: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Whether every chain that could go on has fallen below its confidence. Not asked of a device: it would wait."""
+    if any(turn.min_confidence == 0 for turn in turns) or drafted[-1][1].device.type != "cpu":
+        return False
+    confidences = torch.stack([probabilities[: len(turns)] for _, probabilities in drafted]).double().prod(dim=0)
+    return all(c < turn.min_confidence for c, turn in zip(confidences.tolist(), turns, strict=True))
+
+
 def _read_chains(turns: list[Turn], drafted: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Chain]:
     """Brings the drafted tokens over in one copy and cuts each chain where its confidence falls too low."""
     token_rows = [tokens.tolist() for tokens, _ in drafted]
@@ -134,7 +142,7 @@ def _read_chains(turns: list[Turn], drafted: list[tuple[torch.Tensor, torch.Tens
     chains = []
     for index, turn in enumerate(turns):
         chain, confidence = Chain([], []), 1.0
-        for step in range(turn.num_tokens):
+        for step in range(min(turn.num_tokens, len(drafted))):
             probability = probability_rows[step][index]
             confidence *= probability
             if confidence < turn.min_confidence:

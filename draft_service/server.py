@@ -44,7 +44,6 @@ class DraftServer:
         self._frame = ServiceFrame("draft", DRAFT_SERVICE, listen, metrics_listen)
         self._thread: EngineThread[list[Command]] | None = None
         self._servicer = DraftServicer(self._submit)
-        self._frame.debug_table = self._servicer.debug_table
         self._metrics: DraftMetrics | None = None
         self._target: target_pb2.GetTargetInfoResponse | None = None
         self._shared: SharedTensors | None = None
@@ -59,6 +58,7 @@ class DraftServer:
             lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(self._servicer, server)
         )
         link = TargetLink(self._settings.target)
+        self._frame.debug_table = lambda: f"{self._servicer.debug_table()}\n{link.num_unread} slices not released"
         attached = asyncio.create_task(self._keep_attached(link, draft))
         signalled = asyncio.create_task(self._frame.run_until_signal())
         try:
@@ -174,6 +174,7 @@ class DraftServer:
             transports=transports,
             vocab_size=draft.vocab_size,
             target_hidden_size=draft.target_hidden_size,
+            vocabulary_sha256=fitted.draft.vocabulary_sha256,
         )
 
     def _submit(self, commands: list[Command]) -> None:

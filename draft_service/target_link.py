@@ -30,6 +30,9 @@ class TargetLink:
         self._channel = connect(address)
         self.stub = target_pb2_grpc.TargetServiceStub(self._channel)
         self._slices = SliceReader({})
+        self._buffer_ids: frozenset[str] = frozenset()
+        self.num_unread = 0
+        """Slices that were resolved and not released yet."""
         self._released: Outbox[common_pb2.BufferSlice] | None = None
         self._loop = asyncio.get_running_loop()
 
@@ -62,12 +65,13 @@ class TargetLink:
                 raise ConnectionError("the target closed the attachment at once")
             segments = _open_buffers(answer.buffers)
             self._slices = SliceReader({buffer_id: segment.view for buffer_id, segment in segments.items()})
+            self._buffer_ids, self.num_unread = frozenset(segments), 0
             if segments:
                 await call.write(target_pb2.AttachRequest(opened=target_pb2.AttachRequest.BuffersOpened()))
             self._released = released
             yield Attachment(call, answer.target_instance_id, bool(segments))
         finally:
-            self._released, self._slices = None, SliceReader({})
+            self._released, self._slices, self._buffer_ids = None, SliceReader({}), frozenset()
             for segment in segments.values():
                 segment.close()
             call.cancel()
@@ -77,7 +81,9 @@ class TargetLink:
     def resolve(self, slice_: common_pb2.BufferSlice, size: int) -> memoryview:
         """The memory of a slice of one of the target's buffers. Raises InvalidArgument where it is not inside one."""
         try:
-            return self._slices.resolve(slice_, size)
+            memory = self._slices.resolve(slice_, size)
+            self.num_unread += 1
+            return memory
         except InvalidArgument as error:
             text = error.message.removeprefix(f"{error.field}: ")
             raise InvalidArgument(f"extend.hidden_states.tensor.{error.field}", text) from None
@@ -92,7 +98,8 @@ class TargetLink:
         await self._channel.close()
 
     def _release(self, slice_: common_pb2.BufferSlice) -> None:
-        if self._released is not None:
+        if self._released is not None and slice_.buffer_id in self._buffer_ids:
+            self.num_unread -= 1
             self._released.put(slice_)
 
 

@@ -59,9 +59,27 @@ def read_sampling(message: common_pb2.SamplingParams, rules: CommandRules) -> Pr
 
 def read_extend(command: draft_pb2.DraftCommand.ExtendDraft, sequence: DraftSequence, rules: CommandRules) -> Extend:
     """The command for the engine. States inline share the message's memory, others the buffer's."""
-    arrived = time.perf_counter()
     message = command.hidden_states.tensor
     states = decode(message, "extend.hidden_states.tensor", rules.slices.resolve)
+    on_read = _on_read(message, rules.slices)
+    try:
+        return Extend(
+            sequence,
+            command.hidden_states.first_position,
+            _checked_states(states, rules),
+            _checked_token_ids(command, len(states), rules),
+            command.num_draft_tokens,
+            _checked_confidence(command),
+            time.perf_counter(),
+            on_read,
+        )
+    except InvalidArgument:
+        if on_read is not None:
+            on_read()
+        raise
+
+
+def _checked_states(states: torch.Tensor, rules: CommandRules) -> torch.Tensor:
     if not states.is_floating_point():
         raise InvalidArgument("extend.hidden_states.tensor.dtype", f"expected a float type, found {states.dtype}")
     if states.dim() != 2 or states.shape[0] < 1 or states.shape[1] != rules.input_width:
@@ -69,25 +87,24 @@ def read_extend(command: draft_pb2.DraftCommand.ExtendDraft, sequence: DraftSequ
             "extend.hidden_states.tensor.shape",
             f"expected [rows, {rules.input_width}] with at least one row, found {list(states.shape)}",
         )
+    return states
+
+
+def _checked_token_ids(command: draft_pb2.DraftCommand.ExtendDraft, num_rows: int, rules: CommandRules) -> torch.Tensor:
     count = len(command.token_ids)
-    if count != states.shape[0]:
-        raise InvalidArgument("extend.token_ids", f"expected {states.shape[0]}, one for each row, found {count}")
+    if count != num_rows:
+        raise InvalidArgument("extend.token_ids", f"expected {num_rows}, one for each row, found {count}")
     token_ids = torch.from_numpy(np.fromiter(command.token_ids, dtype=np.int64, count=count))
     largest = int(token_ids.max())
     if largest >= rules.vocab_size:
         raise InvalidArgument("extend.token_ids", f"expected ids below {rules.vocab_size}, found {largest}")
+    return token_ids
+
+
+def _checked_confidence(command: draft_pb2.DraftCommand.ExtendDraft) -> float:
     if not 0 <= command.min_confidence <= 1:
         raise InvalidArgument("extend.min_confidence", f"expected 0 to 1, found {command.min_confidence}")
-    return Extend(
-        sequence,
-        command.hidden_states.first_position,
-        states,
-        token_ids,
-        command.num_draft_tokens,
-        command.min_confidence,
-        arrived,
-        _on_read(message, rules.slices),
-    )
+    return command.min_confidence
 
 
 def _on_read(message: common_pb2.Tensor, slices: SliceReader) -> Callable[[], None] | None:

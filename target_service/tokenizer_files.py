@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from outrider.v1 import target_pb2
+from outrider.vocabulary import vocabulary_sha256
 
 CHUNK_BYTES = 1 << 20
 
@@ -31,7 +30,7 @@ class TokenizerFiles:
         if "tokenizer.json" not in files:
             return cls(files)
         digest = hashlib.sha256(b"".join(files.values())).hexdigest()
-        return cls(files, digest, _vocabulary_sha256(directory / "tokenizer.json", files["tokenizer.json"]))
+        return cls(files, digest, vocabulary_sha256(directory / "tokenizer.json", files["tokenizer.json"]))
 
     def messages(self) -> Iterator[target_pb2.FetchTokenizerResponse]:
         """All files in pieces; the last message carries the digest."""
@@ -43,13 +42,3 @@ class TokenizerFiles:
         for index, (name, data) in enumerate(pieces, start=1):
             digest = self.sha256 if index == len(pieces) else ""
             yield target_pb2.FetchTokenizerResponse(file=name, data=data, sha256=digest)
-
-
-def _vocabulary_sha256(path: Path, content: bytes) -> str:
-    try:
-        tokenizer = Tokenizer.from_buffer(content)
-    except Exception as error:  # tokenizers raises plain Exception
-        raise ValueError(f"{path}: not a tokenizer: {error}") from error
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    lines = sorted((token_id, token) for token, token_id in vocabulary.items())
-    return hashlib.sha256("".join(f"{token_id}\t{token}\n" for token_id, token in lines).encode()).hexdigest()

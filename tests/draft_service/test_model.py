@@ -116,12 +116,16 @@ def test_layouts_prefixes_and_shards_give_the_same_bits(tmp_path, monkeypatch):
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
-def test_min_confidence_ends_the_chain_before_the_token_that_falls_below_it(tmp_path):
+def test_min_confidence_ends_the_chain_before_the_token_that_falls_below_it(tmp_path, monkeypatch):
     proposer, _ = load_pair(tmp_path)
+    heads = record_logits(proposer, monkeypatch)
     states, tokens = random_rows(13)
     whole = extend(proposer, new_sequence(), 0, states, tokens, 5)
     confidence = whole.probabilities[0] * whole.probabilities[1]
     for threshold, kept in ((confidence * 0.999, 2), (confidence * 1.001, 1), (1.0, 0), (0.0, 5)):
         sequence = new_sequence()
+        heads.clear()
         cut = proposer.step([turn(proposer, sequence, 0, states, tokens, 5, threshold)])[0]
         assert cut.token_ids == whole.token_ids[:kept]
+        # No step is computed for tokens that cannot be proposed any more.
+        assert len(heads) == min(kept + 1, 5)
