@@ -1,7 +1,8 @@
 """`python -m draft_service.step_time`: the draft's step, timed alone with no service around it.
 
-Standard input: {"shapes": [{"chain": K, "emitted": rows, "context": tokens}, ...]}. Standard output: for each shape the
-median seconds of a step that takes in the rows of one greedy sequence of that context and drafts a chain of K tokens.
+Standard input: {"shapes": [{"chain": K, "emitted": rows, "context": tokens}, ...]}. Standard output:
+{"seconds": [...], "threads": n}, for each shape the median of a step that takes in the rows of one greedy sequence of
+that context and drafts a chain of K tokens.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def main(
     metrics = DraftMetrics(CollectorRegistry(), "", "step_time")
     engine = DraftEngine(build_proposer(settings.validated(), fitted, shared, longest), lambda answers: None, metrics)
     width = fitted.draft.description.input_width
-    json.dump([time_step(engine, shape, width, steps) for shape in shapes], sys.stdout)
+    seconds = [time_step(engine, shape, width, steps) for shape in shapes]
+    json.dump({"seconds": seconds, "threads": torch.get_num_threads()}, sys.stdout)
 
 
 def time_step(engine: DraftEngine, shape: dict[str, Any], width: int, steps: int) -> float:

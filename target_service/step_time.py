@@ -1,8 +1,8 @@
 """`python -m target_service.step_time`: the target's step, timed alone with no service around it.
 
-Standard input: {"shapes": [{"chain": K, "context": tokens}, ...], "boundaries": [...]}. Standard output: for each
-shape the median seconds of a step that verifies a chain of K tokens of one greedy sequence of that context, from the
-schedule to the emitted tokens and hidden states.
+Standard input: {"shapes": [{"chain": K, "context": tokens}, ...], "boundaries": [...]}. Standard output:
+{"seconds": [...], "threads": n}, for each shape the median of a step that verifies a chain of K tokens of one greedy
+sequence of that context, from the schedule to the emitted tokens and hidden states.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def main(
     )
     metrics = TargetMetrics(new_registry("step_time"), settings.name)
     engine = load_target(settings, "step_time", metrics, _call).engine
-    json.dump([time_step(engine, shape, boundaries, steps) for shape in shapes], sys.stdout)
+    seconds = [time_step(engine, shape, boundaries, steps) for shape in shapes]
+    json.dump({"seconds": seconds, "threads": torch.get_num_threads()}, sys.stdout)
 
 
 def time_step(engine: TargetEngine, shape: dict[str, Any], boundaries: tuple[int, ...], steps: int) -> float:

@@ -21,7 +21,6 @@ def machine() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "omp_num_threads": os.environ.get("OMP_NUM_THREADS", ""),
         "python": platform.python_version(),
         "torch": version("torch"),
     }
@@ -66,9 +65,10 @@ def speed_table(speed: Speed) -> str:
             ]
         )
     best = max(speed.measurements, key=lambda load: load.tokens_per_second)
+    threads = ", ".join(f"{name} {count}" for name, count in speed.threads.items())
     return "\n".join(
         [
-            f"{about['date']}; {about['cpu']}, {about['cores']} cores; torch {about['torch']}; one stream",
+            f"{about['date']}; {about['cpu']}, {about['cores']} cores; torch {about['torch']}; threads: {threads}",
             _table(header, rows),
             f"best K: {best.draft_tokens}. round: wall time in the running services; target, draft: their steps timed "
             "alone, each in a process of its own; outside: the rest of the round.",

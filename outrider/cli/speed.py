@@ -43,11 +43,14 @@ class Speed:
     measurements: list[Measurement]
     breakdowns: dict[int, Breakdown] = field(default_factory=dict)
     transformers: float | None = None
+    # Threads that each model computed with.
+    threads: dict[str, int] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """All figures; times in seconds."""
         return {
             "transformers_tokens_per_second": self.transformers,
+            "threads": self.threads,
             "loads": [measurement.as_json() for measurement in self.measurements],
             "rounds": {
                 chain: {
@@ -80,9 +83,9 @@ async def take_apart(
         for chain in chains:
             await load.measure(stub, [warm_up], 1, chain)
             result.measurements.append(await load.measure(stub, requests, 1, chain))
-    result.breakdowns = await _breakdowns(options, result.measurements, boundaries)
+    await _time_steps(options, boundaries, result)
     if transformers:
-        result.transformers = await _transformers(options, result.measurements[0], requests[0].max_new_tokens)
+        await _time_transformers(options, requests[0].max_new_tokens, result)
     return result
 
 
@@ -93,23 +96,22 @@ async def _aux_boundaries(draft_address: str) -> list[int]:
         return list(info.aux_boundaries)
 
 
-async def _breakdowns(
-    options: PairOptions, measurements: Sequence[Measurement], boundaries: Sequence[int]
-) -> dict[int, Breakdown]:
+async def _time_steps(options: PairOptions, boundaries: Sequence[int], result: Speed) -> None:
     """Times the steps alone with the rows and contexts that the running services had."""
-    loads = {load.draft_tokens: load for load in measurements if load.draft_tokens is not None and load.gaps}
+    loads = {load.draft_tokens: load for load in result.measurements if load.draft_tokens is not None and load.gaps}
     if not loads:
-        return {}
+        return
     question = {"shapes": [_shape(load) for load in loads.values()], "boundaries": boundaries}
-    target = await _ask("target_service.step_time", ["--model", str(options.target), *options.target_flags], question)
-    draft = [0.0] * len(loads)
+    flags = {"target": ["--model", str(options.target), *options.target_flags]}
     if options.draft is not None:
-        flags = ["--model", str(options.draft), "--target", str(options.target), *options.draft_flags]
-        draft = await _ask("draft_service.step_time", flags, question)
-    return {
-        chain: Breakdown(percentile(load.gaps, 0.5), target_step, draft_step)
-        for (chain, load), target_step, draft_step in zip(loads.items(), target, draft, strict=True)
-    }
+        flags["draft"] = ["--model", str(options.draft), "--target", str(options.target), *options.draft_flags]
+    seconds = {"draft": [0.0] * len(loads)}
+    for name in flags:
+        answer = await _ask(f"{name}_service.step_time", flags[name], question)
+        seconds[name], result.threads[name] = answer["seconds"], answer["threads"]
+    for index, (chain, measurement) in enumerate(loads.items()):
+        wall = percentile(measurement.gaps, 0.5)
+        result.breakdowns[chain] = Breakdown(wall, seconds["target"][index], seconds["draft"][index])
 
 
 def _shape(load: Measurement) -> dict[str, int | None]:
@@ -119,13 +121,13 @@ def _shape(load: Measurement) -> dict[str, int | None]:
     return {"chain": load.draft_tokens, "context": sum(halfway) // len(halfway), "emitted": round(emitted)}
 
 
-async def _transformers(options: PairOptions, measurement: Measurement, max_new_tokens: int) -> float:
-    question = {
-        "prompts": [generation.prompt_token_ids for generation in measurement.generations],
-        "max_new_tokens": max_new_tokens,
-    }
+async def _time_transformers(options: PairOptions, max_new_tokens: int, result: Speed) -> None:
+    """Has transformers generate from the tokens that the services were given."""
+    prompts = [generation.prompt_token_ids for generation in result.measurements[0].generations]
+    question = {"prompts": prompts, "max_new_tokens": max_new_tokens}
     answer = await _ask("outrider.cli.transformers_speed", ["--model", str(options.target)], question)
-    return float(answer["tokens"] / answer["seconds"])
+    result.transformers = answer["tokens"] / answer["seconds"]
+    result.threads["transformers"] = answer["threads"]
 
 
 async def _ask(module: str, flags: Sequence[str], question: dict[str, Any]) -> Any:

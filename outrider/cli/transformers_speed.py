@@ -1,6 +1,7 @@
 """Times transformers' greedy generate on given prompts, as a process of its own.
 
-Standard input: {"prompts": [[token, ...], ...], "max_new_tokens": n}. Standard output: {"tokens": n, "seconds": s}.
+Standard input: {"prompts": [[token, ...], ...], "max_new_tokens": n}. Standard output:
+{"tokens": n, "seconds": s, "threads": t}.
 """
 
 from __future__ import annotations

@@ -177,7 +177,11 @@ def test_bench_takes_the_rounds_of_a_pair_apart(pair: tuple[Path, Path], tmp_pat
     )
     assert done.returncode == 0, done.stderr
     about, header, _, reference, plain, drafted, best = done.stdout.splitlines()
-    assert "cores" in about and header.split()[0] == "K" and best.startswith("best K: ")
+    assert (
+        about.endswith("threads: target 1, draft 1, transformers 1")
+        and header.split()[0] == "K"
+        and best.startswith("best K: ")
+    )
     assert [line.split()[0] for line in (reference, plain, drafted)] == ["transformers", "0", "2"]
     figures = json.loads(file.read_text())
     assert figures["transformers_tokens_per_second"] > 0
