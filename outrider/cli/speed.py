@@ -69,7 +69,7 @@ async def take_apart(
 ) -> Speed:
     """Measures the pair at each K of `chains`, then each step alone, then transformers' generate on the same prompts.
 
-    Raises ServiceFailed where a service or a measuring process ends with an error.
+    Raises ServiceFailed where a service ends by itself; a measuring process that fails ends the command.
     """
     boundaries: list[int] = []
     async with Pair(options) as pair, client.connect(pair.address) as channel:

@@ -145,11 +145,14 @@ def test_bench_refuses_an_empty_file_of_prompts(tmp_path) -> None:
     assert done.returncode == 2 and "expected one prompt a line" in done.stderr
 
 
-@pytest.mark.parametrize("service", ["target", "draft", "gateway"])
-def test_a_service_takes_its_own_command_line(service: str) -> None:
-    done = outrider(service, "--help")
-    assert done.returncode == 0 and f"Usage: outrider {service} " in done.stdout and "--metrics-listen" in done.stdout
-    assert outrider(service, "--no-such-flag").returncode == 2
+@pytest.mark.parametrize(
+    ("command", "flag"), [("target", "--kv-cache"), ("draft", "--target"), ("gateway", "--pair"), ("check", "--target")]
+)
+def test_a_command_that_is_handed_over_has_its_own_flags(command: str, flag: str) -> None:
+    done = outrider(command, "--help")
+    assert done.returncode == 0 and f"Usage: outrider {command} " in done.stdout and flag in done.stdout
+    refused = outrider(command, "--no-such-flag")
+    assert refused.returncode == 2 and "--no-such-flag" in refused.stderr
 
 
 def test_the_command_line_imports_no_service_and_no_torch() -> None:
