@@ -144,7 +144,19 @@ class Pair:
         await self._start("draft", *model, *_private(address), *self._options.draft_flags)
 
     async def _start(self, name: str, *flags: str) -> None:
-        self._services[name] = await ServiceProcess.start(name, flags)
+        """Starts a service. Raises ServiceFailed also where one that it may be waiting for ends meanwhile."""
+        others = [service for other, service in self._services.items() if other != name]
+        ends = [asyncio.create_task(service.failed()) for service in others]
+        starting = asyncio.create_task(ServiceProcess.start(name, flags))
+        try:
+            done, _ = await asyncio.wait([starting, *ends], return_when=asyncio.FIRST_COMPLETED)
+            if starting not in done:
+                raise next(end.result() for end in ends if end in done)
+            self._services[name] = starting.result()
+        finally:
+            for task in (starting, *ends):
+                task.cancel()
+            await asyncio.wait([starting, *ends])
 
     async def _stop(self) -> None:
         for name in ("gateway", "draft", "target"):

@@ -147,6 +147,27 @@ def test_up_says_why_a_service_did_not_start(pair: tuple[Path, Path]) -> None:
     assert "outrider up: the draft ended by itself (exit code 1)" in done.stderr
 
 
+def test_up_ends_when_the_target_is_lost_while_the_draft_starts(pair: tuple[Path, Path]) -> None:
+    """The draft would wait for its target for ever."""
+    target, draft = pair
+    process = subprocess.Popen(
+        [sys.executable, "-m", "outrider", "up", "--target", str(target), "--draft", str(draft)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ONE_THREAD,
+    )
+    running: dict[str, int] = {}
+    while "draft_service" not in running:
+        running = {module: child for child, module in children(process.pid)}
+        time.sleep(0.01)
+    os.kill(running["target_service"], signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert "the target ended by itself (SIGKILL)" in errors
+    assert not is_running(running["draft_service"])
+
+
 def test_bench_takes_the_rounds_of_a_pair_apart(pair: tuple[Path, Path], tmp_path: Path) -> None:
     target, draft = pair
     file = tmp_path / "bench.json"
