@@ -68,8 +68,8 @@ class DraftEngine:
         self._metrics = metrics
         self.sequences: set[DraftSequence] = set()
         self._waiting: dict[DraftSequence, list[Extend]] = {}
-        # Sequences that were answered and whose next rows are on their way.
-        self._expected: set[DraftSequence] = set()
+        # When sequences were answered whose next rows have not come yet.
+        self._answered: dict[DraftSequence, float] = {}
         self._last_step = 0.0
         self._in_step: list[DraftSequence] = []
 
@@ -124,21 +124,25 @@ class DraftEngine:
             _release([extend])
             return
         self._waiting.setdefault(extend.sequence, []).append(extend)
-        self._expected.discard(extend.sequence)
+        answered = self._answered.pop(extend.sequence, None)
+        if answered is not None:
+            extend.sequence.turnaround = extend.arrived - answered
 
     def _close(self, sequence: DraftSequence) -> None:
         """Frees everything of a sequence; closing twice does nothing."""
         sequence.closed = True
         self.sequences.discard(sequence)
-        self._expected.discard(sequence)
+        self._answered.pop(sequence, None)
         _release(self._waiting.pop(sequence, []))
         self._proposer.cache.release(sequence)
 
     def _wait_until(self) -> float:
-        if not self._expected:
-            return 0.0
-        first = min(extends[0].arrived for extends in self._waiting.values())
-        return first + WAIT_SHARE * self._last_step
+        """When the step may start: later only for sequences that, by their last turn's time, will be here by then."""
+        wait = WAIT_SHARE * self._last_step
+        deadline = min(extends[0].arrived for extends in self._waiting.values()) + wait
+        overdue = time.perf_counter() - wait
+        expected = (answered + sequence.turnaround for sequence, answered in self._answered.items())
+        return deadline if any(overdue <= arrival <= deadline for arrival in expected) else 0.0
 
     def _take_waiting(self) -> list[list[Extend]]:
         """What waits, by sequence: all that want a chain, and of the others as many rows as fit into a step."""
@@ -180,7 +184,6 @@ class DraftEngine:
     def _answer(self, taken: list[list[Extend]], chains: dict[DraftSequence, Chain], started: float) -> None:
         """One Proposal for each command that asked; only the last of a sequence has a chain."""
         compute_us = int(self._last_step * 1e6)
-        self._expected.clear()  # those that did not come this time are not waited for again
         answers = []
         for extends in taken:
             for extend in extends:
@@ -190,7 +193,7 @@ class DraftEngine:
                     answers.append(
                         Answer(extend.sequence, chain or Chain([], []), extend.proposal_position, queue_us, compute_us)
                     )
-                    self._expected.add(extend.sequence)
+                    self._answered[extend.sequence] = time.perf_counter()
         self._in_step = []
         if answers:
             self._deliver(answers)

@@ -30,6 +30,8 @@ class DraftSequence:
     pages: list[int] = field(default_factory=list)
     table: torch.Tensor | None = None
     last_used: float = 0.0
+    # Seconds from its last answer to the rows that followed.
+    turnaround: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
