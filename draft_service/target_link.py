@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 
 TARGET_SERVICE = "outrider.v1.TargetService"
 _LOG_EVERY = 10.0
+# Slices that were read are released together: a message a round would cost both sides more than the memory is worth.
+RELEASE_SECONDS = 0.05
 
 
 class TargetLink:
@@ -31,6 +34,8 @@ class TargetLink:
         self.stub = target_pb2_grpc.TargetServiceStub(self._channel)
         self._slices = SliceReader({})
         self._buffer_ids: frozenset[str] = frozenset()
+        self._read: deque[common_pb2.BufferSlice] = deque()
+        self._flushing = False
         self.num_unread = 0
         """Slices that were resolved and not released yet."""
         self._released: Outbox[common_pb2.BufferSlice] | None = None
@@ -89,18 +94,23 @@ class TargetLink:
             raise InvalidArgument(f"extend.hidden_states.tensor.{error.field}", text) from None
 
     def release(self, slice_: common_pb2.BufferSlice) -> None:
-        """Tells the target that the slice was read; from any thread. Nothing once the attachment ended."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._release, slice_)
+        """Tells the target, soon, that the slice was read; from any thread. Nothing once the attachment ended."""
+        self._read.append(slice_)
+        if not self._flushing and not self._loop.is_closed():
+            self._flushing = True
+            self._loop.call_soon_threadsafe(self._loop.call_later, RELEASE_SECONDS, self._flush)
 
     async def close(self) -> None:
         """Closes the channel."""
         await self._channel.close()
 
-    def _release(self, slice_: common_pb2.BufferSlice) -> None:
-        if self._released is not None and slice_.buffer_id in self._buffer_ids:
-            self.num_unread -= 1
-            self._released.put(slice_)
+    def _flush(self) -> None:
+        self._flushing = False
+        while self._read:
+            slice_ = self._read.popleft()
+            if self._released is not None and slice_.buffer_id in self._buffer_ids:
+                self.num_unread -= 1
+                self._released.put(slice_)
 
 
 class Attachment:
