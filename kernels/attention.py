@@ -7,9 +7,15 @@ is computed by itself, over key blocks at fixed absolute positions, so its bits 
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
+from kernels import native
 from kernels.kv_cache import PAGE_SIZE, LayerCache
+from kernels.native import structs
+
+_MAX_WIDTH = 256
 
 
 def paged_attention(
@@ -28,8 +34,54 @@ def paged_attention(
     Row t belongs to sequence row_sequence[t], whose pages are page_tables[S, P] (int32), and sees the keys
     first_position[s] (default 0) .. row_positions[t], of these the last `window`. sinks: [nq].
     """
-    return paged_attention_torch(
-        q, cache, page_tables, row_sequence, row_positions, scale, window, sinks, first_position
+    library = native.library() if has_native_form(cache) else None
+    if library is None:
+        return paged_attention_torch(
+            q, cache, page_tables, row_sequence, row_positions, scale, window, sinks, first_position
+        )
+    q, wide_sinks = q.contiguous(), None if sinks is None else sinks.float().contiguous()
+    out = torch.empty_like(q)
+    rows = native_rows(row_positions, row_sequence, page_tables, first_position)
+    constants = native_attention(q.shape[1], scale, window, wide_sinks)
+    native.call(
+        library.outrider_attention,
+        ctypes.byref(constants),
+        ctypes.byref(rows),
+        ctypes.byref(cache.native),
+        q.data_ptr(),
+        out.data_ptr(),
+    )
+    return out
+
+
+def has_native_form(cache: LayerCache) -> bool:
+    """Whether the C form can read this cache: sixteen dimensions at a time, at most MAX_WIDTH of them."""
+    width = cache.keys.shape[2]
+    return cache.keys.device.type == "cpu" and width % 16 == 0 and width <= _MAX_WIDTH
+
+
+def native_attention(num_heads: int, scale: float, window: int | None, sinks: torch.Tensor | None) -> structs.Attention:
+    """The C structure of a layer's constants; sinks: float32, kept alive by the caller."""
+    return structs.Attention(scale, num_heads, window or 0, None if sinks is None else sinks.data_ptr())
+
+
+def native_rows(
+    positions: torch.Tensor,
+    sequences: torch.Tensor,
+    page_tables: torch.Tensor,
+    first_positions: torch.Tensor | None = None,
+) -> structs.Rows:
+    """The C structure of rows' places; int32 tensors, kept alive by the caller."""
+    for tensor in (positions, sequences, page_tables, first_positions):
+        if tensor is not None and (tensor.dtype != torch.int32 or not tensor.is_contiguous()):
+            raise ValueError(f"rows: expected contiguous int32 tensors, found {tensor.dtype} {list(tensor.shape)}")
+    return structs.Rows(
+        positions.data_ptr(),
+        sequences.data_ptr(),
+        page_tables.data_ptr(),
+        None if first_positions is None else first_positions.data_ptr(),
+        positions.shape[0],
+        page_tables.shape[1],
     )
 
 

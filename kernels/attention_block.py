@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
-from kernels.attention import paged_attention
+from kernels import native
+from kernels.attention import has_native_form, native_attention, native_rows, paged_attention
 from kernels.kv_cache import LayerCache, slots_of, write_kv
 from kernels.linear import PackedWeight, linear
+from kernels.native import structs
 from kernels.rms_norm import rms_norm
 from kernels.rope import RotaryTable, apply_rope
 
@@ -33,35 +37,87 @@ class AttentionBlock:
         """What attention logits are multiplied by."""
         return float(self.head_dim**-0.5)
 
+    @cached_property
+    def native(self) -> structs.AttentionBlock | None:
+        """The C structure, None in the PyTorch form."""
+        if self.qkv.native is None or self.output.native is None:
+            return None
+        norm = self.norm.float()
+        attention = native_attention(self.num_heads, self.scale, self.window, self.sinks)
+        table = self.rotary.cos.data_ptr(), self.rotary.sin.data_ptr()
+        block = structs.AttentionBlock(
+            norm.data_ptr(), self.eps, self.qkv.native, self.output.native, attention, *table
+        )
+        block.owner = norm
+        return block
+
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the rows of a batch stand: position and sequence of each, int32 [T], and the page tables, int32 [S, P]."""
+    """Where the rows of a batch stand.
+
+    positions and sequences: int32 [T]. page_tables: int32 [S, P]. first_positions: int32 [S], where each sequence
+    begins; None where all begin at 0.
+    """
 
     positions: torch.Tensor
     sequences: torch.Tensor
     page_tables: torch.Tensor
-    slots: torch.Tensor
+    first_positions: torch.Tensor | None = None
 
-    @classmethod
-    def of(cls, positions: torch.Tensor, sequences: torch.Tensor, page_tables: torch.Tensor) -> Rows:
-        """Finds the rows' slots in the cache."""
-        return cls(positions, sequences, page_tables, slots_of(page_tables, sequences, positions))
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """The rows' places in the cache, int64 [T]."""
+        return slots_of(self.page_tables, self.sequences, self.positions)
+
+    @cached_property
+    def native(self) -> structs.Rows:
+        """The C structure."""
+        return native_rows(self.positions, self.sequences, self.page_tables, self.first_positions)
 
 
-def attention_block(x: torch.Tensor, block: AttentionBlock, rows: Rows, cache: LayerCache) -> None:
-    """Adds the half's output to x[T, H], in place, and stores the rows' keys and values."""
-    attention_block_torch(x, block, rows, cache)
+def attention_block(
+    x: torch.Tensor, block: AttentionBlock, rows: Rows, cache: LayerCache, inputs: torch.Tensor | None = None
+) -> None:
+    """Adds the half's output to x[T, H], in place, and stores the rows' keys and values.
+
+    With `inputs` [T, K] these go into qkv as they are, and x is only the residual stream.
+    """
+    library = native.library() if has_native_form(cache) else None
+    if library is None or block.native is None:
+        return attention_block_torch(x, block, rows, cache, inputs)
+    for tensor in (x, inputs):
+        if tensor is not None and (tensor.dtype != cache.keys.dtype or not tensor.is_contiguous()):
+            raise ValueError(f"attention: expected contiguous {cache.keys.dtype}, found {tensor.dtype}")
+    native.call(
+        library.outrider_attention_block,
+        ctypes.byref(block.native),
+        ctypes.byref(rows.native),
+        ctypes.byref(cache.native),
+        x.data_ptr(),
+        None if inputs is None else inputs.data_ptr(),
+    )
 
 
-def attention_block_torch(x: torch.Tensor, block: AttentionBlock, rows: Rows, cache: LayerCache) -> None:
+def attention_block_torch(
+    x: torch.Tensor, block: AttentionBlock, rows: Rows, cache: LayerCache, inputs: torch.Tensor | None = None
+) -> None:
     """The half, one operation at a time."""
     heads, kv_heads, width = block.num_heads, block.num_kv_heads, block.head_dim
-    qkv = linear(rms_norm(x, block.norm, block.eps), block.qkv).view(x.shape[0], -1, width)
+    normed = rms_norm(x, block.norm, block.eps) if inputs is None else inputs
+    qkv = linear(normed, block.qkv).view(x.shape[0], -1, width)
     q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
     q, k = apply_rope(q, k, block.rotary, rows.positions)
     write_kv(cache, k, v, rows.slots)
     attended = paged_attention(
-        q, cache, rows.page_tables, rows.sequences, rows.positions, block.scale, block.window, block.sinks
+        q,
+        cache,
+        rows.page_tables,
+        rows.sequences,
+        rows.positions,
+        block.scale,
+        block.window,
+        block.sinks,
+        rows.first_positions,
     )
     x += linear(attended.flatten(1), block.output)

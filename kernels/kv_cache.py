@@ -7,19 +7,21 @@ values with the head's dimension innermost; attention then reads both as they ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
+
+from kernels.native import structs
 
 PAGE_SIZE = 64
 
 
-@dataclass(frozen=True)
 class LayerCache:
     """One layer: keys [num_pages, nkv, d, PAGE_SIZE] and values [num_pages, nkv, PAGE_SIZE, d]."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.keys = keys
+        self.values = values
+        is_bf16 = keys.dtype == torch.bfloat16
+        self.native = structs.Cache(keys.data_ptr(), values.data_ptr(), is_bf16, keys.shape[1], keys.shape[2])
 
 
 class KVCache:

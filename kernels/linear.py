@@ -2,16 +2,21 @@
 
 The PyTorch form computes at most 32 rows at a time, padded to a multiple of eight: the library then takes the same
 kernel for one row and for five. Whether that holds for a shape on this processor is checked once, when its weight is
-packed; where it does not, fixed blocks of eight rows, or single rows, are used instead.
+packed; where it does not, fixed blocks of eight rows, or single rows, are used instead. In the native form every
+output is one chain of multiply-adds in the order of the inputs (native/linear.h).
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+
+from kernels import native
+from kernels.native import structs
 
 _log = logging.getLogger(__name__)
 
@@ -25,14 +30,28 @@ _block_rows: dict[tuple[object, ...], int] = {}
 class PackedWeight:
     """A linear layer's weight, and bias, in the layout that the fastest form for its device wants.
 
-    `shape` is [outputs, inputs], as of the weight that it was packed from.
+    `shape` is [outputs, inputs], `dtype` that of the weight it was packed from. `native` is its C structure, None in
+    the PyTorch form.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.shape: tuple[int, int] = (weight.shape[0], weight.shape[1])
         self.dtype = weight.dtype
-        self.weight = weight
         self.bias = bias
+        self.native: structs.Linear | None = None
+        library = native.library() if _has_native_form(weight) else None
+        if library is None:
+            self.weight = weight.contiguous()
+            _choose_block_rows(self.weight, weight.dtype)
+        else:
+            self.weight = _pack(library, weight.contiguous())
+            self.bias = None if bias is None else bias.float()
+            self.native = structs.Linear(
+                self.weight.data_ptr(),
+                None if self.bias is None else self.bias.data_ptr(),
+                *self.shape,
+                self.dtype == torch.bfloat16,
+            )
 
 
 def pack_weight(
@@ -46,9 +65,7 @@ def pack_weight(
     weight = weights if isinstance(weights, torch.Tensor) else torch.cat(list(weights))
     if bias is not None and not isinstance(bias, torch.Tensor):
         bias = torch.cat(list(bias))
-    packed = PackedWeight(weight.contiguous(), bias)
-    _choose_block_rows(packed.weight, weight.dtype)
-    return packed
+    return PackedWeight(weight, bias)
 
 
 def linear(
@@ -59,11 +76,45 @@ def linear(
 ) -> torch.Tensor:
     """Returns x[T, K] @ weight[N, K].T + bias[N], summed in float32, as [T, N] in `out_dtype` (default: x's).
 
-    A plain tensor as weight always takes the PyTorch form; pack it for the fast one.
+    A plain tensor as weight always takes the PyTorch form; pack it for the fast one. A packed weight brings its bias.
     """
-    if isinstance(weight, PackedWeight):
+    if not isinstance(weight, PackedWeight):
+        return linear_torch(x, weight, bias, out_dtype)
+    if weight.native is None:
         return linear_torch(x, weight.weight, weight.bias, out_dtype)
-    return linear_torch(x, weight, bias, out_dtype)
+    return _linear_native(x, weight, out_dtype or x.dtype)
+
+
+def _linear_native(x: torch.Tensor, weight: PackedWeight, out_dtype: torch.dtype) -> torch.Tensor:
+    library = native.library()
+    assert library is not None and weight.native is not None
+    if x.shape[1] != weight.shape[1]:
+        raise ValueError(f"linear: expected rows of {weight.shape[1]}, found {list(x.shape)}")
+    x = x.contiguous()
+    y = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype)
+    native.call(
+        library.outrider_linear,
+        ctypes.byref(weight.native),
+        x.data_ptr(),
+        x.dtype == torch.bfloat16,
+        x.shape[0],
+        y.data_ptr(),
+        out_dtype == torch.bfloat16,
+    )
+    return y
+
+
+def _has_native_form(weight: torch.Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16) and weight.shape[1] % 2 == 0
+
+
+def _pack(library: ctypes.CDLL, weight: torch.Tensor) -> torch.Tensor:
+    panel = library.outrider_panel()
+    outputs, inputs = weight.shape
+    packed = torch.empty(-(-outputs // panel) * panel * inputs, dtype=weight.dtype)
+    is_bf16 = weight.dtype == torch.bfloat16
+    library.outrider_pack(weight.data_ptr(), is_bf16, outputs, inputs, packed.data_ptr(), torch.get_num_threads())
+    return packed
 
 
 def linear_torch(

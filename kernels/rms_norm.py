@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
+
+from kernels import native
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Normalises the rows of x[T, H] and scales them by weight[H]."""
-    return rms_norm_torch(x, weight, eps)
+    library = native.library() if x.device.type == "cpu" else None
+    return rms_norm_torch(x, weight, eps) if library is None else _rms_norm_native(library, x, weight, eps)
+
+
+def _rms_norm_native(library: ctypes.CDLL, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    x, wide = x.contiguous(), weight.float()
+    out = torch.empty_like(x)
+    is_bf16 = x.dtype == torch.bfloat16
+    native.call(library.outrider_rms_norm, x.data_ptr(), is_bf16, wide.data_ptr(), eps, *x.shape, out.data_ptr())
+    return out
 
 
 def add_rms_norm(

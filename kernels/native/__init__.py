@@ -1,0 +1,85 @@
+"""The native form: small C sources, compiled for this processor at first use and kept in the user's cache folder.
+
+OUTRIDER_KERNELS chooses the form on CPUs: `auto` (native where a compiler is found), `native` (or an error) or
+`torch`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from kernels.native.build import BuildError, build
+
+_log = logging.getLogger(__name__)
+_FORMS = ("auto", "native", "torch")
+
+_forced: str | None = None
+_library: ctypes.CDLL | None = None
+_tried = False
+
+
+def library() -> ctypes.CDLL | None:
+    """Returns the compiled kernels, or None where the PyTorch form is to be used.
+
+    Raises ValueError for an unknown OUTRIDER_KERNELS, BuildError where `native` is demanded and cannot be had.
+    """
+    global _library, _tried
+    form = _forced or os.environ.get("OUTRIDER_KERNELS", "auto")
+    if form not in _FORMS:
+        raise ValueError(f"OUTRIDER_KERNELS: expected one of {', '.join(_FORMS)}, found {form!r}")
+    if form == "torch":
+        return None
+    if not _tried:
+        _tried = True
+        try:
+            _library = _declare(ctypes.CDLL(str(build())))
+        except (BuildError, OSError) as error:
+            if form == "native":
+                raise
+            _log.warning("no native kernels, falling back to PyTorch's: %s", error)
+    if _library is None and form == "native":
+        raise BuildError("native kernels were demanded, and could not be built")
+    return _library
+
+
+@contextmanager
+def form(name: str) -> Iterator[None]:
+    """Forces a form inside, for tests and measurements. Weights keep the form in which they were packed."""
+    global _forced
+    before, _forced = _forced, name
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def call(function: ctypes._NamedFuncPointer, *arguments: object) -> None:
+    """Calls a kernel on the threads that PyTorch uses. Raises MemoryError."""
+    if function(*arguments, torch.get_num_threads()):
+        raise MemoryError(f"{function.__name__}: no memory for intermediate results")
+
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SIGNATURES: dict[str, list[type]] = {
+    "outrider_linear": [_POINTER, _POINTER, _INT, _INT, _POINTER, _INT, _INT],
+    "outrider_rms_norm": [_POINTER, _INT, _POINTER, _FLOAT, _INT, _INT, _POINTER, _INT],
+    "outrider_attention": [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT],
+    "outrider_attention_block": [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT],
+    "outrider_mlp_block": [_POINTER, _POINTER, _INT, _INT, _INT],
+}
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    for name, arguments in _SIGNATURES.items():
+        getattr(library, name).argtypes = arguments
+        getattr(library, name).restype = ctypes.c_int
+    library.outrider_panel.restype = _INT
+    library.outrider_pack.argtypes = [_POINTER, _INT, _INT, _INT, _POINTER, _INT]
+    library.outrider_pack.restype = None
+    return library

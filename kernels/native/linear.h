@@ -1,0 +1,194 @@
+// y = x . w + bias. Every output is one chain of multiply-adds in the order of the inputs, whatever the tile or thread.
+//
+// Weights are packed in panels of PANEL outputs: for each pair of inputs k, k + 1, first that pair of each output.
+// A bfloat16 pair fills 32 bits, so that one load gives the k of eight (sixteen) outputs by a shift and their k + 1
+// by a mask. A float panel holds the outputs of k, then those of k + 1.
+#pragma once
+
+#include "common.h"
+
+#if HAVE_AVX2 && defined(__AVX512F__)
+enum { WIDE = 16 };
+typedef __m512 wide;
+#define wide_zero() _mm512_setzero_ps()
+#define wide_set(a) _mm512_set1_ps(a)
+#define wide_store(p, v) _mm512_storeu_ps(p, v)
+#define wide_fma(a, b, c) _mm512_fmadd_ps(a, b, c)
+#define wide_load(p) _mm512_loadu_ps(p)
+#define wide_even(p) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))
+#define wide_odd(p) _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32((int)0xffff0000)))
+#else
+enum { WIDE = VECTOR };
+typedef v8 wide;
+#define wide_zero() v8_set(0.0f)
+#define wide_set(a) v8_set(a)
+#define wide_store(p, v) v8_store(p, v)
+#define wide_fma(a, b, c) v8_fma(a, b, c)
+#define wide_load(p) v8_load(p)
+#define wide_even(p) bf16_even(p)
+#define wide_odd(p) bf16_odd(p)
+#endif
+
+enum { PANEL = 2 * WIDE, MAX_TILE_ROWS = 6, MAX_TILE_PANELS = 4, ROW_BLOCK_FLOATS = 48 * 1024 };
+
+typedef struct {
+    const void *weights;  // packed
+    const float *bias;    // null, or as many as outputs
+    int64_t outputs;
+    int64_t inputs;  // even
+    int64_t is_bf16;
+} Linear;
+
+// What becomes of a result: stored, or added to what is there; each value first rounded as activations are.
+typedef struct {
+    void *out;
+    int64_t stride;
+    int out_is_bf16;
+    int round;  // to bfloat16, before it is stored or added
+    int add;
+} Result;
+
+// The first and second vector of a panel for the even (odd) one of a pair of inputs.
+#define EVEN_bf16(w, v) wide_even((w) + (v) * 2 * WIDE)
+#define ODD_bf16(w, v) wide_odd((w) + (v) * 2 * WIDE)
+#define EVEN_float(w, v) wide_load((w) + (v) * WIDE)
+#define ODD_float(w, v) wide_load((w) + PANEL + (v) * WIDE)
+
+// Accumulators must be named one by one: compilers keep an array of them in memory. rP_M_V: panel, row, vector.
+#define EACH_ROW_1(F, ...) F(0, __VA_ARGS__)
+#define EACH_ROW_2(F, ...) EACH_ROW_1(F, __VA_ARGS__) F(1, __VA_ARGS__)
+#define EACH_ROW_3(F, ...) EACH_ROW_2(F, __VA_ARGS__) F(2, __VA_ARGS__)
+#define EACH_ROW_4(F, ...) EACH_ROW_3(F, __VA_ARGS__) F(3, __VA_ARGS__)
+#define EACH_ROW_5(F, ...) EACH_ROW_4(F, __VA_ARGS__) F(4, __VA_ARGS__)
+#define EACH_ROW_6(F, ...) EACH_ROW_5(F, __VA_ARGS__) F(5, __VA_ARGS__)
+#define EACH_PANEL_1(F, ...) F(0, __VA_ARGS__)
+#define EACH_PANEL_2(F, ...) EACH_PANEL_1(F, __VA_ARGS__) F(1, __VA_ARGS__)
+#define EACH_PANEL_4(F, ...) EACH_PANEL_2(F, __VA_ARGS__) F(2, __VA_ARGS__) F(3, __VA_ARGS__)
+
+#define DECLARE(M, P) wide r##P##_##M##_0 = wide_zero(), r##P##_##M##_1 = wide_zero();
+#define STEP(M, P, ODD)                                          \
+    {                                                            \
+        wide b = wide_set(x[M * inputs + k + ODD]);              \
+        r##P##_##M##_0 = wide_fma(w0, b, r##P##_##M##_0);        \
+        r##P##_##M##_1 = wide_fma(w1, b, r##P##_##M##_1);        \
+    }
+#define STORE(M, P)                                              \
+    wide_store(tile + M * tile_stride + P * PANEL, r##P##_##M##_0); \
+    wide_store(tile + M * tile_stride + P * PANEL + WIDE, r##P##_##M##_1);
+#define DECLARE_PANEL(P, TYPE, ROWS) EACH_ROW_##ROWS(DECLARE, P)
+#define STEP_PANEL(P, TYPE, ROWS)                                \
+    {                                                            \
+        const TYPE *w = weights + P * panel_size + k * PANEL;    \
+        __builtin_prefetch((const char *)w + PREFETCH_BYTES);    \
+        wide w0 = EVEN_##TYPE(w, 0), w1 = EVEN_##TYPE(w, 1);     \
+        EACH_ROW_##ROWS(STEP, P, 0)                              \
+        w0 = ODD_##TYPE(w, 0), w1 = ODD_##TYPE(w, 1);            \
+        EACH_ROW_##ROWS(STEP, P, 1)                              \
+    }
+#define STORE_PANEL(P, TYPE, ROWS) EACH_ROW_##ROWS(STORE, P)
+
+enum { PREFETCH_BYTES = 1024 };
+
+// ROWS rows of x against PANELS panels, into tile[ROWS][PANELS * PANEL].
+#define DEFINE_TILE(TYPE, ROWS, PANELS)                                                                   \
+    static __attribute__((noinline)) void tile_##TYPE##_##ROWS##x##PANELS(                                \
+        const void *packed, const float *restrict x, int64_t inputs, float *restrict tile) {              \
+        const TYPE *weights = packed;                                                                     \
+        const int64_t panel_size = inputs * PANEL, tile_stride = (PANELS) * PANEL;                        \
+        EACH_PANEL_##PANELS(DECLARE_PANEL, TYPE, ROWS)                                                    \
+        for (int64_t k = 0; k < inputs; k += 2) { EACH_PANEL_##PANELS(STEP_PANEL, TYPE, ROWS) }           \
+        EACH_PANEL_##PANELS(STORE_PANEL, TYPE, ROWS)                                                      \
+    }
+
+// Few rows take several panels at once: eight chains hide the latency of a multiply-add.
+#define DEFINE_TILES(TYPE)                                                                                \
+    DEFINE_TILE(TYPE, 1, 4) DEFINE_TILE(TYPE, 1, 2) DEFINE_TILE(TYPE, 1, 1)                               \
+    DEFINE_TILE(TYPE, 2, 2) DEFINE_TILE(TYPE, 2, 1) DEFINE_TILE(TYPE, 3, 2) DEFINE_TILE(TYPE, 3, 1)       \
+    DEFINE_TILE(TYPE, 4, 1) DEFINE_TILE(TYPE, 5, 1) DEFINE_TILE(TYPE, 6, 1)
+
+DEFINE_TILES(bf16)
+DEFINE_TILES(float)
+
+typedef void Tile(const void *, const float *restrict, int64_t, float *restrict);
+
+// By element type, rows - 1 and panels - 1.
+static Tile *const TILES[2][MAX_TILE_ROWS][MAX_TILE_PANELS] = {
+    {{tile_float_1x1, tile_float_1x2, 0, tile_float_1x4},
+     {tile_float_2x1, tile_float_2x2},
+     {tile_float_3x1, tile_float_3x2},
+     {tile_float_4x1},
+     {tile_float_5x1},
+     {tile_float_6x1}},
+    {{tile_bf16_1x1, tile_bf16_1x2, 0, tile_bf16_1x4},
+     {tile_bf16_2x1, tile_bf16_2x2},
+     {tile_bf16_3x1, tile_bf16_3x2},
+     {tile_bf16_4x1},
+     {tile_bf16_5x1},
+     {tile_bf16_6x1}},
+};
+
+INLINE int64_t panels_at_once(int64_t rows, int64_t left) {
+    int64_t most = rows == 1 ? 4 : rows <= 3 ? 2 : 1;
+    while (most > left) most /= 2;
+    return most;
+}
+
+INLINE void finish_row(const float *tile, const Linear *linear, Result result, int64_t row, int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; n++) {
+        float y = tile[n - begin] + (linear->bias ? linear->bias[n] : 0.0f);
+        if (result.round) y = round_to_bf16(y);
+        int64_t at = row * result.stride + n;
+        if (result.add) y += element(result.out, result.out_is_bf16, at);
+        set_element(result.out, result.out_is_bf16, at, y);
+    }
+}
+
+// The plainest case, all of what lies between two linears, without the tests above.
+INLINE void finish_row_plain(const float *tile, Result result, int64_t row, int64_t begin, int64_t end) {
+    float *out = (float *)result.out + row * result.stride + begin;
+    if (result.round)
+        for (int64_t n = 0; n < end - begin; n++) out[n] = round_to_bf16(tile[n]);
+    else
+        memcpy(out, tile, (end - begin) * sizeof(float));
+}
+
+// Outputs first..last-1 (first a multiple of PANEL) of x[rows][inputs], as the calling thread's part of the whole.
+static void linear_outputs(const Linear *linear, const float *x, int64_t rows, Result result, Range outputs) {
+    _Alignas(64) float tile[MAX_TILE_ROWS * MAX_TILE_PANELS * PANEL];
+    int64_t inputs = linear->inputs, panel_bytes = inputs * PANEL * (linear->is_bf16 ? 2 : 4);
+    int64_t tiles = (rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+    int plain = !result.add && !result.out_is_bf16 && !linear->bias;
+    int64_t panels;
+    for (int64_t begin = outputs.begin; begin < outputs.end; begin += panels * PANEL) {
+        const char *weights = (const char *)linear->weights + begin / PANEL * panel_bytes;
+        panels = panels_at_once(rows, (outputs.end - begin + PANEL - 1) / PANEL);
+        int64_t end = begin + panels * PANEL < outputs.end ? begin + panels * PANEL : outputs.end;
+        for (int64_t t = 0; t < tiles; t++) {
+            int64_t row = rows * t / tiles, count = rows * (t + 1) / tiles - row;
+            TILES[linear->is_bf16][count - 1][panels - 1](weights, x + row * inputs, inputs, tile);
+            for (int64_t m = 0; m < count; m++) {
+                if (plain)
+                    finish_row_plain(tile + m * panels * PANEL, result, row + m, begin, end);
+                else
+                    finish_row(tile + m * panels * PANEL, linear, result, row + m, begin, end);
+            }
+        }
+    }
+}
+
+// Blocks of rows that stay in the second-level cache while the panels pass by.
+static void linear_range(const Linear *linear, const float *x, int64_t rows, Result result, Range outputs) {
+    int64_t block = ROW_BLOCK_FLOATS / linear->inputs / MAX_TILE_ROWS * MAX_TILE_ROWS;
+    if (block < 4 * MAX_TILE_ROWS) block = 4 * MAX_TILE_ROWS;
+    char *out = result.out;
+    for (int64_t row = 0; row < rows; row += block) {
+        int64_t count = rows - row < block ? rows - row : block;
+        result.out = out + row * result.stride * (result.out_is_bf16 ? 2 : 4);
+        linear_outputs(linear, x + row * linear->inputs, count, result, outputs);
+    }
+}
+
+// All outputs, shared between the threads.
+INLINE void linear_share(const Linear *linear, const float *x, int64_t rows, Result result) {
+    linear_range(linear, x, rows, result, share_of(linear->outputs, PANEL));
+}
