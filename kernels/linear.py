@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import native
-from kernels.native import structs
+from kernels.native import arena, structs
 
 _log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ def _has_native_form(weight: torch.Tensor) -> bool:
 def _pack(library: ctypes.CDLL, weight: torch.Tensor) -> torch.Tensor:
     panel = library.outrider_panel()
     outputs, inputs = weight.shape
-    packed = torch.empty(-(-outputs // panel) * panel * inputs, dtype=weight.dtype)
+    packed = arena.empty(-(-outputs // panel) * panel * inputs, weight.dtype, library)
     is_bf16 = weight.dtype == torch.bfloat16
     library.outrider_pack(weight.data_ptr(), is_bf16, outputs, inputs, packed.data_ptr(), torch.get_num_threads())
     return packed

@@ -80,6 +80,8 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         getattr(library, name).argtypes = arguments
         getattr(library, name).restype = ctypes.c_int
     library.outrider_panel.restype = _INT
+    library.outrider_use_huge_pages.argtypes = [_POINTER, _INT]
+    library.outrider_use_huge_pages.restype = None
     library.outrider_pack.argtypes = [_POINTER, _INT, _INT, _INT, _POINTER, _INT]
     library.outrider_pack.restype = None
     return library

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-_FLAGS = ("-std=c11", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno")
+_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno")
 _TIMEOUT_S = 300
 
 

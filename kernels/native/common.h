@@ -3,6 +3,7 @@
 
 #include <omp.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 
 #include "vector.h"
 
@@ -41,6 +42,19 @@ INLINE Range share_of(int64_t count, int64_t unit) {
     return range;
 }
 
+enum { HUGE_PAGE = 2 << 20 };
+
+// Asks for large pages, before first use: reading weights is bound by memory, and by the translation of addresses.
+INLINE void use_huge_pages(void *memory, size_t bytes) {
+#ifdef MADV_HUGEPAGE
+    uintptr_t begin = ((uintptr_t)memory + HUGE_PAGE - 1) & ~(uintptr_t)(HUGE_PAGE - 1);
+    uintptr_t end = ((uintptr_t)memory + bytes) & ~(uintptr_t)(HUGE_PAGE - 1);
+    if (end > begin) madvise((void *)begin, end - begin, MADV_HUGEPAGE);
+#else
+    (void)memory, (void)bytes;
+#endif
+}
+
 // Memory for `count` floats, kept by the calling thread from call to call. Null when there is none.
 INLINE float *scratch(size_t count) {
     static _Thread_local float *memory;
@@ -48,7 +62,8 @@ INLINE float *scratch(size_t count) {
     if (count > size) {
         free(memory);
         size = (count + 1023) & ~(size_t)1023;
-        memory = aligned_alloc(64, size * sizeof(float));
+        memory = aligned_alloc(HUGE_PAGE, (size * sizeof(float) + HUGE_PAGE - 1) & ~(size_t)(HUGE_PAGE - 1));
+        if (memory) use_huge_pages(memory, size * sizeof(float));
         if (!memory) size = 0;
     }
     return memory;

@@ -7,6 +7,8 @@
 
 int64_t outrider_panel(void) { return PANEL; }
 
+void outrider_use_huge_pages(void *memory, int64_t bytes) { use_huge_pages(memory, bytes); }
+
 // Packs weights [outputs][inputs] as linear.h wants them; packed holds the outputs rounded up to whole panels.
 void outrider_pack(const void *weights, int64_t is_bf16, int64_t outputs, int64_t inputs, void *packed, int64_t threads) {
     int64_t panels = (outputs + PANEL - 1) / PANEL;

@@ -10,8 +10,7 @@ INLINE void swiglu_columns(const float *gate, const float *up, int64_t count, in
     for (; i + VECTOR <= count; i += VECTOR) {
         v8 g = v8_load(gate + i);
         v8 y = g * (one / (one + v8_exp(-g))) * v8_load(up + i);
-        for (int j = 0; round && j < VECTOR; j++) y[j] = round_to_bf16(y[j]);
-        v8_store(out + i, y);
+        v8_store(out + i, v8_rounded(y, round));
     }
     for (; i < count; i++) {
         float y = gate[i] * (1.0f / (1.0f + exp_of(-gate[i]))) * up[i];

@@ -82,6 +82,15 @@ INLINE bf16 float_to_bf16(float f) {
 
 INLINE float round_to_bf16(float f) { return bf16_to_float(float_to_bf16(f)); }
 
+INLINE v8 v8_round_to_bf16(v8 v) {
+    v8u bits = (v8u)v;
+    v8u rounded = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
+    return v8_select(v == v, (v8)rounded, (v8)((bits & 0xffff0000u) | 0x400000u));
+}
+
+// Eight elements as they are kept, rounded where `round` asks for it.
+INLINE v8 v8_rounded(v8 v, int round) { return round ? v8_round_to_bf16(v) : v; }
+
 // e**x within 2 units in the last place; below -87 it is 0. Taylor's series to x**7 after taking out powers of two.
 INLINE v8 v8_exp(v8 x) {
     const v8 magic = v8_set(12582912.0f);  // 1.5 * 2**23: adding it rounds to an integer
