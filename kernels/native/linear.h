@@ -75,19 +75,19 @@ typedef struct {
 #define STORE(M, P)                                              \
     wide_store(tile + M * tile_stride + P * PANEL, r##P##_##M##_0); \
     wide_store(tile + M * tile_stride + P * PANEL + WIDE, r##P##_##M##_1);
+// How far ahead of its use a weight is fetched: more rows take longer over a line, and read one panel at a time.
+enum { PREFETCH_1 = 1024, PREFETCH_2 = 1024, PREFETCH_3 = 1024, PREFETCH_4 = 4096, PREFETCH_5 = 4096, PREFETCH_6 = 4096 };
 #define DECLARE_PANEL(P, TYPE, ROWS) EACH_ROW_##ROWS(DECLARE, P)
 #define STEP_PANEL(P, TYPE, ROWS)                                \
     {                                                            \
         const TYPE *w = weights + P * panel_size + k * PANEL;    \
-        __builtin_prefetch((const char *)w + PREFETCH_BYTES);    \
+        __builtin_prefetch((const char *)w + PREFETCH_##ROWS);    \
         wide w0 = EVEN_##TYPE(w, 0), w1 = EVEN_##TYPE(w, 1);     \
         EACH_ROW_##ROWS(STEP, P, 0)                              \
         w0 = ODD_##TYPE(w, 0), w1 = ODD_##TYPE(w, 1);            \
         EACH_ROW_##ROWS(STEP, P, 1)                              \
     }
 #define STORE_PANEL(P, TYPE, ROWS) EACH_ROW_##ROWS(STORE, P)
-
-enum { PREFETCH_BYTES = 1024 };
 
 // ROWS rows of x against PANELS panels, into tile[ROWS][PANELS * PANEL].
 #define DEFINE_TILE(TYPE, ROWS, PANELS)                                                                   \
