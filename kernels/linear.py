@@ -46,6 +46,7 @@ class PackedWeight:
         else:
             self.weight = _pack(library, weight.contiguous())
             self.bias = None if bias is None else bias.float()
+            self.kernel = library.outrider_linear
             self.native = structs.Linear(
                 self.weight.data_ptr(),
                 None if self.bias is None else self.bias.data_ptr(),
@@ -82,19 +83,19 @@ def linear(
         return linear_torch(x, weight, bias, out_dtype)
     if weight.native is None:
         return linear_torch(x, weight.weight, weight.bias, out_dtype)
-    return _linear_native(x, weight, out_dtype or x.dtype)
+    return _linear_native(x, weight, weight.native, out_dtype or x.dtype)
 
 
-def _linear_native(x: torch.Tensor, weight: PackedWeight, out_dtype: torch.dtype) -> torch.Tensor:
-    library = native.library()
-    assert library is not None and weight.native is not None
+def _linear_native(
+    x: torch.Tensor, weight: PackedWeight, packed: structs.Linear, out_dtype: torch.dtype
+) -> torch.Tensor:
     if x.shape[1] != weight.shape[1]:
         raise ValueError(f"linear: expected rows of {weight.shape[1]}, found {list(x.shape)}")
     x = x.contiguous()
     y = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype)
     native.call(
-        library.outrider_linear,
-        ctypes.byref(weight.native),
+        weight.kernel,
+        ctypes.byref(packed),
         x.data_ptr(),
         x.dtype == torch.bfloat16,
         x.shape[0],

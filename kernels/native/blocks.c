@@ -28,6 +28,7 @@ int outrider_attention_block(
     int64_t count = rows->count, heads = block->attention.heads, width = cache->width;
     int64_t qkv_size = (heads + 2 * cache->kv_heads) * width, in_size = block->qkv.inputs;
     int is_bf16 = (int)cache->is_bf16;
+    if (count == 0) return OK;
     float *normed = scratch(count * (in_size + qkv_size + heads * width));
     if (!normed) return OUT_OF_MEMORY;
     float *qkv = normed + count * in_size, *attended = qkv + count * qkv_size;
@@ -54,6 +55,7 @@ int outrider_attention_block(
 int outrider_mlp_block(const MlpBlock *block, void *x, int64_t is_bf16, int64_t count, int64_t threads) {
     int64_t hidden = block->gate_up.inputs, size = block->gate_up.outputs / 2;
     int round = (int)is_bf16;
+    if (count == 0) return OK;
     float *normed = scratch(count * (hidden + 2 * size));
     if (!normed) return OUT_OF_MEMORY;
     // Activations take the place of their gates.

@@ -29,6 +29,7 @@ void outrider_pack(const void *weights, int64_t is_bf16, int64_t outputs, int64_
 int outrider_linear(
     const Linear *linear, const void *x, int64_t x_is_bf16, int64_t rows, void *out, int64_t out_is_bf16,
     int64_t threads) {
+    if (rows == 0) return OK;
     float *wide = x_is_bf16 ? scratch(rows * linear->inputs) : (float *)x;
     if (!wide) return OUT_OF_MEMORY;
     Result result = {out, linear->outputs, (int)out_is_bf16, 0, 0};
@@ -46,6 +47,7 @@ int outrider_linear(
 int outrider_rms_norm(
     const void *x, int64_t is_bf16, const float *weight, float eps, int64_t rows, int64_t size, void *out,
     int64_t threads) {
+    if (rows == 0) return OK;
     float *wide = is_bf16 ? scratch(rows * size) : out;
     if (!wide) return OUT_OF_MEMORY;
 #pragma omp parallel num_threads(threads) if (rows >= 32)
@@ -63,6 +65,7 @@ int outrider_attention(
     const Attention *attention, const Rows *rows, const Cache *cache, const void *q, void *out, int64_t threads) {
     int64_t size = attention->heads * cache->width, count = rows->count * size;
     int is_bf16 = (int)cache->is_bf16;
+    if (count == 0) return OK;
     float *memory = is_bf16 ? scratch(2 * count) : (float *)q;
     if (!memory) return OUT_OF_MEMORY;
     float *wide = memory, *attended = is_bf16 ? memory + count : out;
