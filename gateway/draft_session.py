@@ -8,8 +8,12 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gateway.streams import HeldStream
+
+if TYPE_CHECKING:
+    from gateway.metrics import SpeculationMetrics
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -26,21 +30,22 @@ OnDiscard = Callable[[str, int], None]
 class Chain:
     """What the draft answered in time, and where the time went, in seconds."""
 
-    token_ids: Sequence[int]
-    queue: float
-    compute: float
-    waited: float  # from the Extend to its answer
+    token_ids: Sequence[int] = ()
+    queue: float = 0.0
+    compute: float = 0.0
+    waited: float = 0.0  # from the Extend to its answer
+    metrics: SpeculationMetrics | None = None  # of the draft that proposed it
 
 
 class DraftSequence:
     """One sequence on a draft."""
 
-    def __init__(self, session: DraftSession, sequence_id: int, on_discard: OnDiscard) -> None:
+    def __init__(self, session: DraftSession, sequence_id: int) -> None:
         self.id = sequence_id
         self.session = session
         self.open = True
         self.failed = False  # the draft itself refused it
-        self._on_discard = on_discard
+        self.next_row = 0  # the first position whose row it was not given
         self._unanswered: deque[tuple[float, int]] = deque()  # when an Extend went out, and the position it asks for
         self._expected = -1  # position of the proposal that is still of use
         self._chain: Chain | None = None
@@ -53,14 +58,18 @@ class DraftSequence:
         extend.hidden_states.CopyFrom(rows)
         extend.token_ids.extend(token_ids)
         extend.num_draft_tokens = num_draft_tokens
+        self.next_row = rows.first_position + len(token_ids)
         self.drop_chain("stale")
         if num_draft_tokens:
-            self._expected = rows.first_position + len(token_ids) + 1
+            self._expected = self.next_row + 1
             self._unanswered.append((self.session.now(), self._expected))
 
     async def chain(self, position: int) -> Chain | None:
-        """The chain that begins at `position`; None when it was not asked for, or does not come in time."""
-        if self._chain is None and self.open and self._expected == position:
+        """The chain that begins at `position`; None when it was not asked for, or does not come in time.
+
+        While an earlier Extend is still unanswered there is no waiting: a draft that stands still costs one time-out.
+        """
+        if self._chain is None and self.open and self._expected == position and len(self._unanswered) == 1:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
             asked = self._unanswered[-1][0]
@@ -77,7 +86,7 @@ class DraftSequence:
     def drop_chain(self, reason: str) -> None:
         """Forgets a chain that will not be verified."""
         if self._chain is not None:
-            self._on_discard(reason, len(self._chain.token_ids))
+            self.session.on_discard(reason, len(self._chain.token_ids))
             self._chain = None
 
     def close(self) -> None:
@@ -107,7 +116,7 @@ class DraftSequence:
             self.lose()
             return
         if not self._unanswered:
-            self._on_discard("stale", len(event.proposal.token_ids))
+            self.session.on_discard("stale", len(event.proposal.token_ids))
             return
         asked, position = self._unanswered.popleft()
         proposal = event.proposal
@@ -115,9 +124,9 @@ class DraftSequence:
         if proposal.token_ids:
             self.session.answered(waited)
         if position != self._expected:
-            self._on_discard("late", len(proposal.token_ids))
+            self.session.on_discard("late", len(proposal.token_ids))
         elif proposal.first_position != position:
-            self._on_discard("stale", len(proposal.token_ids))
+            self.session.on_discard("stale", len(proposal.token_ids))
             self._wake()
         else:
             self._chain = Chain(proposal.token_ids, event.queue_us * 1e-6, event.compute_us * 1e-6, waited)
@@ -129,20 +138,26 @@ class DraftSequence:
 
 
 class DraftSession:
-    """A held Propose stream. Ids are never used twice in it."""
+    """A held Propose stream. Ids are never used twice in it.
+
+    `on_discard` is told of proposed tokens that come to nothing, with the reason.
+    """
 
     def __init__(
         self,
         stub: draft_pb2_grpc.DraftServiceStub,
         fixed_timeout: float | None,
+        on_discard: OnDiscard,
         on_unanswered: Callable[[], None],
         on_end: Callable[[str], None],
     ) -> None:
         self._ids = itertools.count(1)
         self._fixed_timeout = fixed_timeout
         self._mean: float | None = None
+        self.on_discard = on_discard
         self._on_unanswered = on_unanswered
         self._on_end = on_end
+        self.num_answers = 0
         self.sequences: dict[int, DraftSequence] = {}
         self._loop = asyncio.get_running_loop()
         self.now = self._loop.time
@@ -165,9 +180,9 @@ class DraftSession:
             return MAX_TIMEOUT
         return min(max(TIMEOUT_MEANS * self._mean, MIN_TIMEOUT), MAX_TIMEOUT)
 
-    def open(self, command: draft_pb2.DraftCommand.OpenDraft, on_discard: OnDiscard) -> DraftSequence:
-        """Starts a sequence; `on_discard` is told of proposed tokens that come to nothing, with the reason."""
-        sequence = DraftSequence(self, next(self._ids), on_discard)
+    def open(self, command: draft_pb2.DraftCommand.OpenDraft) -> DraftSequence:
+        """Starts a sequence."""
+        sequence = DraftSequence(self, next(self._ids))
         self.sequences[sequence.id] = sequence
         self.command(sequence.id).open.CopyFrom(command)
         return sequence
@@ -179,6 +194,7 @@ class DraftSession:
     def answered(self, seconds: float) -> None:
         """Takes the time of one answer into the mean; a single stall does not set the time-out to its longest."""
         seconds = min(seconds, self.timeout)
+        self.num_answers += 1
         self._mean = seconds if self._mean is None else self._mean + _MEAN_WEIGHT * (seconds - self._mean)
 
     def close(self) -> None:
@@ -192,6 +208,8 @@ class DraftSession:
             sequence = self.sequences.get(event.sequence_id)
             if sequence is not None:
                 sequence.take(event)
+            else:  # closed while the event was on its way
+                self.on_discard("lost", len(event.proposal.token_ids))
 
     def _sweep(self) -> None:
         """Closes what has been unanswered for too long; the draft is used again once its health check answers."""

@@ -6,13 +6,12 @@ import asyncio
 from collections.abc import Sequence
 
 from gateway.draft_session import Chain, DraftSequence
-from gateway.metrics import SpeculationMetrics
 from gateway.pairs import Draft, Target
 from gateway.request import Request
 from outrider.v1 import common_pb2, draft_pb2, target_pb2
 
 AuxRequest = target_pb2.TargetCommand.AuxRequest
-NO_CHAIN = Chain((), 0.0, 0.0, 0.0)
+NO_CHAIN = Chain()
 _RETRY_SECONDS = 1.0  # after a draft refused a sequence
 
 
@@ -27,7 +26,6 @@ class Drafting:
         self._sequence: DraftSequence | None = None
         self._announced: DraftSequence | None = None  # for which the target emits hidden states
         self._retry_at = 0.0
-        self.metrics: SpeculationMetrics | None = None
 
     @property
     def draft(self) -> Draft | None:
@@ -39,14 +37,10 @@ class Drafting:
         if target is not self._target:
             self.close()
             self._target = target
-        self._announced = None
-        kept = self._sequence is not None and self._sequence.open
         self._find_draft()
-        if self._sequence is None:
-            return None
         self._announced = self._sequence
         # A draft that has followed so far lacks only the row of the last token.
-        return self._aux(first_position=len(self._request.tokens) - 1 if kept else 0)
+        return self._aux(self._sequence.next_row) if self._sequence is not None else None
 
     def aux_change(self) -> AuxRequest | None:
         """What the target must emit from the next step on, where that changed."""
@@ -71,6 +65,8 @@ class Drafting:
         chain = await sequence.chain(len(self._request.tokens))
         if chain is None:
             return self._without("draft_late" if sequence.open else "draft_lost")
+        assert self._draft is not None
+        chain.metrics = self._draft.metrics
         self._trim(chain, longest)
         return chain if chain.token_ids else self._without("draft_empty", chain)
 
@@ -88,11 +84,6 @@ class Drafting:
         self._sequence.extend(advanced.hidden_states, advanced.token_ids, self._longest(len(advanced.token_ids)))
         return True
 
-    def lose(self, num_tokens: int) -> None:
-        """A chain was sent, and its target is gone."""
-        if num_tokens and self.metrics is not None:
-            self.metrics.discard("lost", num_tokens)
-
     def close(self) -> None:
         """Frees the draft's sequence."""
         if self._sequence is not None:
@@ -101,10 +92,13 @@ class Drafting:
 
     def _find_draft(self) -> None:
         """Lets go of a sequence that was lost, and opens one where a draft is there."""
-        if self._sequence is not None and not self._sequence.open:
-            if self._sequence.failed:
-                self._retry_at = asyncio.get_running_loop().time() + _RETRY_SECONDS
-            self._sequence = None
+        if self._sequence is not None:
+            if self._draft is not None and not self._draft.serving:
+                self.close()  # it drains
+            elif not self._sequence.open:
+                if self._sequence.failed:
+                    self._retry_at = asyncio.get_running_loop().time() + _RETRY_SECONDS
+                self._sequence = None
         if self._limit == 0 or self._sequence is not None or self._target is None:
             return
         if self._retry_at and asyncio.get_running_loop().time() < self._retry_at:
@@ -113,13 +107,13 @@ class Drafting:
         if draft is None:
             return
         assert draft.session is not None
-        self._draft, self.metrics = draft, draft.metrics
+        self._draft = draft
         command = draft_pb2.DraftCommand.OpenDraft(
             sampling=self._request.admitted.sampling,
             request_id=self._request.origin.request_id,
             traceparent=self._request.origin.traceparent,
         )
-        self._sequence = draft.session.open(command, draft.metrics.discard)
+        self._sequence = draft.session.open(command)
 
     def _aux(self, first_position: int) -> AuxRequest:
         assert self._draft is not None and self._target is not None
@@ -142,13 +136,13 @@ class Drafting:
     def _trim(self, chain: Chain, longest: int) -> None:
         """Cuts what the target would refuse: the draft is another process, and may be wrong about anything."""
         token_ids, vocab_size = chain.token_ids, self._request.model.vocab_size
-        assert self.metrics is not None
+        assert chain.metrics is not None
         if len(token_ids) > longest:
-            self.metrics.discard("cut", len(token_ids) - longest)
+            chain.metrics.discard("cut", len(token_ids) - longest)
             chain.token_ids = token_ids = token_ids[:longest]
         if token_ids and max(token_ids) >= vocab_size:
             valid = next(place for place, token_id in enumerate(token_ids) if token_id >= vocab_size)
-            self.metrics.discard("invalid", len(token_ids) - valid)
+            chain.metrics.discard("invalid", len(token_ids) - valid)
             chain.token_ids = token_ids[:valid]
 
     def _without(self, reason: str, chain: Chain = NO_CHAIN) -> Chain:

@@ -16,6 +16,8 @@ from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, targe
 
 log = logging.getLogger(__name__)
 
+_LONGEST_PAUSE_SECONDS = 8.0
+
 
 class Draft(Peer):
     """A draft beside a target. It is used when it is available and its target too."""
@@ -30,6 +32,7 @@ class Draft(Peer):
         self._stub = draft_pb2_grpc.DraftServiceStub(self.channel)
         self.info = draft_pb2.GetDraftInfoResponse()
         self.session: DraftSession | None = None
+        self._num_answers = 0
         self.metrics: SpeculationMetrics
 
     def transport(self, target: target_pb2.GetTargetInfoResponse) -> common_pb2.Transport:
@@ -44,7 +47,11 @@ class Draft(Peer):
         self.metrics = self._target.metrics.speculation(self.info.model, self.info.max_draft_tokens)
         if self.session is None or not self.session.alive:
             self.session = DraftSession(
-                self._stub, self._timeout, lambda: self.doubt("did not answer within 1 s"), self._lost
+                self._stub,
+                self._timeout,
+                lambda reason, count: self.metrics.discard(reason, count),
+                self._unanswered,
+                self._lost,
             )
 
     def disconnect(self) -> None:
@@ -52,8 +59,16 @@ class Draft(Peer):
         if self.session is not None:
             self.session.close()
 
+    def _unanswered(self) -> None:
+        """Tries it again once its health check answers; ever later, where it answers nothing but that."""
+        assert self.session is not None
+        answered, self._num_answers = self.session.num_answers > self._num_answers, self.session.num_answers
+        self.pause = 0.0 if answered else min(max(2 * self.pause, 1.0), _LONGEST_PAUSE_SECONDS)
+        self.doubt("did not answer within 1 s")
+
     def _lost(self, reason: str) -> None:
         self.session = None
+        self._num_answers = 0
         self.doubt(f"the session broke: {reason}")
 
 
@@ -135,6 +150,15 @@ class Target(Peer):
         self.doubt(f"the session broke: {reason}")
 
 
+def _serves_the_same(info: target_pb2.GetTargetInfoResponse, model: target_pb2.GetTargetInfoResponse) -> bool:
+    """Whether a sequence that began under `model` goes on there as if nothing had happened."""
+    return (
+        info.vocabulary_sha256 == model.vocabulary_sha256
+        and info.weights_fingerprint == model.weights_fingerprint
+        and info.max_sequence_length >= model.max_sequence_length
+    )
+
+
 def watch_peer(peer: Peer, metrics: GatewayMetrics) -> None:
     """Exports whether a service can be used, and why not."""
     metrics.watch_peer(peer.kind, peer.address, lambda: peer.available, lambda: peer.misfit)
@@ -188,7 +212,7 @@ class Fleet:
             (
                 target
                 for target in self.available_targets(model.model)
-                if target not in avoid and target.info.vocabulary_sha256 == model.vocabulary_sha256
+                if target not in avoid and _serves_the_same(target.info, model)
             ),
             key=lambda target: target.num_sequences,
             default=None,

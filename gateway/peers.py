@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import grpc
@@ -16,10 +17,11 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.2
 INFO_SECONDS = 5.0
+FIRST_TRY_SECONDS = 3.0
 _AGAIN_SECONDS = 0.01  # after a doubt, which the next health check often dispels
 
 
-class Peer:
+class Peer(ABC):
     """Available from when its health check answered and what it serves was accepted, until there is a doubt."""
 
     kind = ""
@@ -28,9 +30,11 @@ class Peer:
     def __init__(self, address: str, on_change: Callable[[], None]) -> None:
         self.address = address
         self.available = False
+        self.serving = False  # what its health check said last
         self.problem = "not reached yet"
         self.misfit = ""  # what of it does not fit, in a word
         self.tried = False  # whether it has been found available or not, at least once
+        self.pause = 0.0  # seconds to let it be after a doubt
         self._on_change = on_change
         self._doubt = asyncio.Event()
         self.channel: grpc.aio.Channel = connect(address)
@@ -39,6 +43,7 @@ class Peer:
     def start(self) -> None:
         """Begins to watch it."""
         self._task = asyncio.create_task(self._supervise())
+        asyncio.get_running_loop().call_later(FIRST_TRY_SECONDS, self._give_up_first_try)
 
     async def stop(self) -> None:
         """Lets go of it."""
@@ -55,10 +60,11 @@ class Peer:
             self._unavailable(reason)
         self._doubt.set()
 
+    @abstractmethod
     async def connect(self) -> None:
         """Asks what it serves and opens the session. Raises OutriderError for what does not fit."""
-        raise NotImplementedError
 
+    @abstractmethod
     def disconnect(self) -> None:
         """Ends the session."""
 
@@ -66,7 +72,7 @@ class Peer:
         while True:
             try:
                 await self._until_doubtful()
-                await asyncio.sleep(_AGAIN_SECONDS)
+                await asyncio.sleep(_AGAIN_SECONDS + self.pause)
                 continue
             except grpc.aio.AioRpcError as error:
                 self._unavailable(f"{error.code().name}: {error.details()}")
@@ -83,8 +89,8 @@ class Peer:
     async def _until_doubtful(self) -> None:
         """Connects once it serves; returns when it no longer does, or is in doubt."""
         async with contextlib.aclosing(watch_serving(self.channel, self.service, RETRY_SECONDS)) as watch:  # type: ignore[type-var]
-            async for serving in watch:
-                if serving:
+            async for self.serving in watch:
+                if self.serving:
                     break
                 if self.problem != "not serving":
                     self._unavailable("not serving")
@@ -99,12 +105,19 @@ class Peer:
             change = asyncio.ensure_future(anext(watch))
             try:
                 await asyncio.wait([doubt, change], return_when=asyncio.FIRST_COMPLETED)
+                if change.done():
+                    self.serving = change.result()
             finally:
                 doubt.cancel()
                 change.cancel()
                 await asyncio.gather(doubt, change, return_exceptions=True)
         if self.available:
             self._unavailable("not serving")
+
+    def _give_up_first_try(self) -> None:
+        """Nobody waits any longer to learn whether it is there."""
+        self.tried = True
+        self._on_change()
 
     def _unavailable(self, problem: str) -> None:
         self.problem = problem

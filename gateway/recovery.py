@@ -76,5 +76,5 @@ class Recovery:
 
     def leave_if_draining(self, target: Target) -> None:
         """Raises SequenceLost when the target drains and another can take the request over."""
-        if not target.available and self._fleet.choose_target(self._request.model, avoid=[target]) is not None:
+        if not target.serving and self._fleet.choose_target(self._request.model, avoid=[target]) is not None:
             raise SequenceLost(DRAINING, "the request moves to another target")

@@ -7,7 +7,7 @@ from time import perf_counter
 
 from gateway.draft_session import Chain
 from gateway.drafting import Drafting
-from gateway.metrics import RoundTimes, SpeculationMetrics
+from gateway.metrics import RoundTimes
 from gateway.pairs import Fleet, Target
 from gateway.recovery import Recovery
 from gateway.request import Request
@@ -68,33 +68,29 @@ async def run_round(request: Request, sequence: TargetSequence, drafting: Drafti
     chain = await drafting.chain()
     proposed = perf_counter()
     sequence.advance(chain.token_ids, drafting.aux_change())
-    event = await advanced_event(sequence, drafting, len(chain.token_ids))
+    event = await verified_event(sequence, chain)
     verified = perf_counter()
     if drafting.take_advanced(event.advanced):
         await asyncio.sleep(0)  # the draft is written to first: it works while the client is told
     num_accepted = request.deliver(event.advanced, len(chain.token_ids))
     times = RoundTimes(proposed - begun, verified - proposed, perf_counter() - verified)
-    after_writes(count_round, request, drafting.metrics, chain, event, num_accepted, times)
+    after_writes(count_round, request, chain, event, num_accepted, times)
 
 
 def count_round(
-    request: Request,
-    speculation: SpeculationMetrics | None,
-    chain: Chain,
-    event: target_pb2.TargetEvent,
-    num_accepted: int,
-    times: RoundTimes,
+    request: Request, chain: Chain, event: target_pb2.TargetEvent, num_accepted: int, times: RoundTimes
 ) -> None:
     """Takes a round into the metrics, while the next one is under way."""
-    if speculation is not None:
-        speculation.count_round(len(chain.token_ids), num_accepted)
+    if chain.metrics is not None:
+        chain.metrics.count_round(len(chain.token_ids), num_accepted)
     request.metrics.time_round(chain, event, times)
 
 
-async def advanced_event(sequence: TargetSequence, drafting: Drafting, num_drafted: int) -> target_pb2.TargetEvent:
-    """The answer to an Advance; the chain of one that is never answered was lost."""
+async def verified_event(sequence: TargetSequence, chain: Chain) -> target_pb2.TargetEvent:
+    """The answer to an Advance. The chain of one that is never answered was lost."""
     try:
         return await sequence.next_event()
     except BaseException:
-        drafting.lose(num_drafted)
+        if chain.metrics is not None:
+            chain.metrics.discard("lost", len(chain.token_ids))
         raise

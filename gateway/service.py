@@ -11,7 +11,7 @@ import grpc
 from gateway.gateway import Gateway
 from gateway.outlet import Outlet
 from gateway.request import Origin
-from outrider.errors import OutriderError, abort, code_of
+from outrider.errors import OutriderError, abort
 from outrider.v1 import gateway_pb2, gateway_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -28,25 +28,28 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         metadata = dict(context.invocation_metadata() or ())
         request_id = str(metadata.get("x-request-id") or secrets.token_hex(8))
         origin = Origin(request_id, str(metadata.get("traceparent", "")))
-        outlet = Outlet()
-        running: asyncio.Task[None] | None = None
         try:
-            request = await self._gateway.admit(message, origin, outlet)
-            running = asyncio.create_task(self._gateway.run(request), name=f"request {request_id}")
-            running.add_done_callback(lambda _: outlet.close())
-            await outlet.drain(context.write)
-            await running
+            await self._answer(message, origin, context)
         except OutriderError as error:
             await abort(context, error)
-        except asyncio.CancelledError:
-            raise
         except Exception as error:
-            log.exception("request %s: %s", request_id, code_of(error).name)
+            log.exception("request %s", request_id)
             await abort(context, error)
+
+    async def _answer(
+        self, message: gateway_pb2.GenerateRequest, origin: Origin, context: grpc.aio.ServicerContext
+    ) -> None:
+        """Runs the request and writes what it says. It has ended, and holds nothing, when this returns or raises."""
+        outlet = Outlet()
+        request = await self._gateway.admit(message, origin, outlet)
+        running = asyncio.create_task(self._gateway.run(request), name=f"request {origin.request_id}")
+        running.add_done_callback(lambda _: outlet.close())
+        try:
+            await outlet.drain(context.write)
+            await running
         finally:
-            if running is not None:
-                running.cancel()
-                await asyncio.gather(running, return_exceptions=True)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
     async def ListModels(
         self, message: gateway_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
