@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from typing import Annotated
 
@@ -76,6 +77,7 @@ async def serve(
         CLIENT_MESSAGE_BYTES,
     )
     fleet.start()
+    gc.freeze()  # what is here stays: no collection need look at it again
     watching = asyncio.create_task(_follow_health(frame, core, fleet))
     await frame.run_until_signal()
     core.draining = True

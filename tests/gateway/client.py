@@ -100,23 +100,24 @@ class Client:
         self.stub = gateway_pb2_grpc.GatewayServiceStub(self.channel)
 
     async def generate(
-        self, prompt: Any = (5, 6, 7), k: int | None = None, timeout: float = 30, **fields: Any
+        self, prompt: Any = (5, 6, 7), k: int | None = None, timeout: float = 30, request_id: str = "", **fields: Any
     ) -> Answer:
-        """The whole answer to one request."""
-        return await self.send(make_request(prompt, k, **fields), timeout)
+        """The whole answer to one request. Scripted services take orders from its id."""
+        return await self.send(make_request(prompt, k, **fields), timeout, request_id)
 
-    async def send(self, request: gateway_pb2.GenerateRequest, timeout: float = 30) -> Answer:
+    async def send(self, request: gateway_pb2.GenerateRequest, timeout: float = 30, request_id: str = "") -> Answer:
         """The whole answer to one request."""
         answer = Answer()
-        async for message in self.stub.Generate(request, timeout=timeout):
+        metadata = [("x-request-id", request_id)] if request_id else None
+        async for message in self.stub.Generate(request, timeout=timeout, metadata=metadata):
             answer.take(message)
         assert answer.finish_reason, "the call ended without a last message"
         return answer
 
-    async def refusal(self, request: gateway_pb2.GenerateRequest) -> tuple[grpc.StatusCode, str]:
+    async def refusal(self, request: gateway_pb2.GenerateRequest, request_id: str = "") -> tuple[grpc.StatusCode, str]:
         """Code and message of the error that a request ends with."""
         try:
-            await self.send(request)
+            await self.send(request, request_id=request_id)
         except grpc.aio.AioRpcError as error:
             return error.code(), error.details() or ""
         raise AssertionError("expected an error, got an answer")

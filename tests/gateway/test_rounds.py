@@ -20,13 +20,6 @@ SAMPLED = {"temperature": 1.0, "seed": 42}
 A = tokenizer.tokenizer().token_to_id("a")
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with scripted_cluster([[]], [[]]) as started:
-        yield started
-        assert started.drafts[0].metric("outrider_audit_failures_total") == 0
-
-
 CASES = {
     "greedy": {},
     "sampled": {"sampling": SAMPLED},
@@ -113,20 +106,9 @@ async def test_matched_stop_tells_what_ended_it(cluster: Cluster) -> None:
         assert as_stop.token_ids == ended.token_ids and as_stop.matched_stop == END_ID and as_stop.text == ended.text
 
 
-async def test_the_longest_sequence_ends_it() -> None:
-    with scripted_cluster([["--max-sequence-length", "50"]], [["--max-sequence-length", "30"]]) as cluster:
-        async with Client(cluster.gateway.address) as client:
-            answers = await asyncio.gather(*(client.generate((5,) * 7, k=k, ignore_eos=True) for k in range(8)))
-            assert all(answer.token_ids == answers[0].token_ids for answer in answers)
-            assert len(answers[0].token_ids) == 43 and answers[0].finish_reason == common_pb2.FINISH_REASON_LENGTH
-            assert answers[7].usage.draft_tokens > 0
-            assert cluster.drafts[0].metric("outrider_audit_failures_total") == 0
-            code, message = await client.refusal(make_request((5,) * 50))
-            assert code is grpc.StatusCode.INVALID_ARGUMENT and message.startswith("token_ids: expected fewer than 50")
-
-
 async def test_cancelled_streams_free_everything(cluster: Cluster) -> None:
     services = [*cluster.targets, *cluster.drafts]
+    before = cluster.gateway.metric("outrider_request_success_total", finished_reason="abort")
 
     async def cancelled(client: Client, index: int) -> None:
         request = make_request((5, index), k=index % 8, max_new_tokens=4000, ignore_eos=True)
@@ -146,7 +128,7 @@ async def test_cancelled_streams_free_everything(cluster: Cluster) -> None:
         2.0,
         dump=cluster.services,
     )
-    assert cluster.gateway.metric("outrider_request_success_total", finished_reason="abort") == 16
+    assert cluster.gateway.metric("outrider_request_success_total", finished_reason="abort") == before + 16
 
 
 async def test_metrics_count_what_usage_counts(cluster: Cluster) -> None:
@@ -174,9 +156,17 @@ async def test_metrics_count_what_usage_counts(cluster: Cluster) -> None:
         assert per_position == after[total]
 
 
-def test_series_are_at_zero_before_any_request() -> None:
-    with scripted_cluster([[]], [[]]) as fresh:
-        _check_zero_series(fresh.gateway)
+async def test_series_are_at_zero_before_any_request_and_the_longest_sequence_ends_it() -> None:
+    with scripted_cluster([["--max-sequence-length", "50"]], [["--max-sequence-length", "30"]]) as small:
+        _check_zero_series(small.gateway)
+        async with Client(small.gateway.address) as client:
+            answers = await asyncio.gather(*(client.generate((5,) * 7, k=k, ignore_eos=True) for k in range(8)))
+            assert all(answer.token_ids == answers[0].token_ids for answer in answers)
+            assert len(answers[0].token_ids) == 43 and answers[0].finish_reason == common_pb2.FINISH_REASON_LENGTH
+            assert answers[7].usage.draft_tokens > 0
+            assert small.drafts[0].metric("outrider_audit_failures_total") == 0
+            code, message = await client.refusal(make_request((5,) * 50))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT and message.startswith("token_ids: expected fewer than 50")
 
 
 def _check_zero_series(gateway: Service) -> None:
@@ -194,7 +184,6 @@ def _check_zero_series(gateway: Service) -> None:
 
 
 async def test_a_prompt_of_20000_tokens() -> None:
-    # In pieces of 512 KiB of rows, as a target of hidden size 64 would send them.
     with scripted_cluster([["--max-sequence-length", "30000", "--prefill-chunk", "512"]], [[]]) as large:
         async with Client(large.gateway.address) as client:
             prompt = [3 + i * i % 250 for i in range(20000)]

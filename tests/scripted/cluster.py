@@ -62,9 +62,18 @@ def scripted_cluster(
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 5.0, dump: list[Service] | None = None) -> None:
-    """Waits until a condition holds; fails after `seconds`, with the tables of the services given."""
+    """Waits until a condition holds; fails after `seconds`, with the tables of the services given.
+
+    A series that is not there yet (KeyError) counts as a condition that does not hold.
+    """
+
+    def holds() -> bool:
+        with contextlib.suppress(KeyError):
+            return condition()
+        return False
+
     deadline = time.monotonic() + seconds
-    while not condition():
+    while not holds():
         if time.monotonic() > deadline:
             for service in dump or []:
                 service.dump()

@@ -27,7 +27,7 @@ from outrider.settings import run_command
 from outrider.stream import Outbox, serve_stream
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from tests.scripted import tokenizer
-from tests.scripted.language import absorb, choose, effective_seed
+from tests.scripted.language import absorb, choose, effective_seed, ordered
 
 Command, Event = draft_pb2.DraftCommand, draft_pb2.DraftEvent
 
@@ -51,16 +51,16 @@ class Oracle:
 
 @dataclass
 class Behaviour:
-    """What the process does, its faults included."""
+    """What the process does, its faults included. A request may order otherwise for itself, by its id."""
 
     model: str
     max_draft_tokens: int
     max_sequence_length: int
     pattern: str
     delay: float
-    stall_after: int  # proposals, then none is answered
-    die_after: int  # proposals, then the process is gone
-    fail_every: int  # proposals, then the sequence fails
+    stall_after: int  # proposals of a sequence, then none is answered
+    die_after: int  # proposals of the process, then the process is gone
+    fail_every: int  # proposals of a sequence, then the sequence fails
     fault: str  # empty, long, range or stale: what every third proposal is
     fingerprint: str
     oracle: Oracle | None
@@ -71,7 +71,9 @@ class Sequence_:
     """What the draft knows of one sequence."""
 
     seed: int
+    behaviour: Behaviour
     state: int = 0
+    num_proposals: int = 0
     next_position: int = 0  # of the token that comes after all it was told
     candidates: list[Sequence[int]] | None = None
     rng: random.Random = field(default_factory=lambda: random.Random(7))
@@ -134,7 +136,8 @@ class Session:
         for command in request.commands:
             kind = command.WhichOneof("command")
             if kind == "open":
-                self.sequences[command.sequence_id] = Sequence_(effective_seed(command.open.sampling))
+                behaviour = ordered(self._draft.behaviour, command.open.request_id)
+                self.sequences[command.sequence_id] = Sequence_(effective_seed(command.open.sampling), behaviour)
             elif kind == "close":
                 self.sequences.pop(command.sequence_id, None)
             elif command.sequence_id in self.sequences:
@@ -151,7 +154,7 @@ class Session:
 
     def _extend(self, sequence_id: int, extend: Command.ExtendDraft) -> None:
         draft, sequence = self._draft, self.sequences[sequence_id]
-        behaviour = draft.behaviour
+        behaviour = sequence.behaviour
         count, _ = extend.hidden_states.tensor.shape
         if count != len(extend.token_ids):
             draft.audit_failures.inc()
@@ -165,11 +168,12 @@ class Session:
         sequence.next_position = first + count + 1
         if extend.num_draft_tokens:
             draft.num_proposals += 1
+            sequence.num_proposals += 1
             if behaviour.die_after and draft.num_proposals > behaviour.die_after:
                 os._exit(1)
-            if behaviour.fail_every and draft.num_proposals % behaviour.fail_every == 0:
+            if behaviour.fail_every and sequence.num_proposals % behaviour.fail_every == 0:
                 raise errors.Internal("a scripted failure")
-            if behaviour.stall_after and draft.num_proposals > behaviour.stall_after:
+            if behaviour.stall_after and sequence.num_proposals > behaviour.stall_after:
                 return
             proposal = self._proposal(sequence, extend.num_draft_tokens)
             event = Event(sequence_id=sequence_id, proposal=proposal, compute_us=int(behaviour.delay * 1e6))
@@ -200,7 +204,7 @@ class Session:
             sequence.candidates = [s for s in sequence.candidates if position < len(s) and s[position] == token_id]
 
     def _truth(self, sequence: Sequence_, count: int) -> list[int]:
-        if self._draft.behaviour.oracle:
+        if sequence.behaviour.oracle:
             known = (sequence.candidates or [[]])[0]
             return list(known[sequence.next_position : sequence.next_position + count])
         state, tokens = sequence.state, []
@@ -210,7 +214,7 @@ class Session:
         return tokens
 
     def _proposal(self, sequence: Sequence_, count: int) -> Event.Proposal:
-        behaviour = self._draft.behaviour
+        behaviour = sequence.behaviour
         position, vocab_size = sequence.next_position, self._draft.target.vocab_size
         count = min(count, behaviour.max_draft_tokens)
         if position >= behaviour.max_sequence_length:
@@ -219,7 +223,7 @@ class Session:
         for place in range(len(token_ids)):
             if _is_wrong(behaviour.pattern, position, place, count, sequence.rng):
                 token_ids[place] = (token_ids[place] + 1 + position % 5) % vocab_size
-        if behaviour.fault and self._draft.num_proposals % 3 == 0:
+        if behaviour.fault and sequence.num_proposals % 3 == 0:
             token_ids, position = _spoil(behaviour.fault, token_ids, position, vocab_size)
         return Event.Proposal(token_ids=token_ids, probabilities=[0.5] * len(token_ids), first_position=position)
 

@@ -5,10 +5,13 @@ The whole past is in one 64-bit state, so a target can continue anywhere and a d
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 from outrider.v1 import common_pb2, target_pb2
 
+Behaviour = TypeVar("Behaviour", bound=Any)
 MASK = (1 << 64) - 1
 START = 0xCBF29CE484222325
 BYTES = "abc de.\n"  # the characters that texts are mostly made of
@@ -48,6 +51,13 @@ def choose(state: int, seed: int, choices: Sequence[int], banned: Iterable[int] 
     """The next token among `choices` that are not banned."""
     allowed = [token_id for token_id in choices if token_id not in set(banned)]
     return allowed[_scramble(state, seed) % len(allowed)]
+
+
+def ordered(behaviour: Behaviour, request_id: str) -> Behaviour:
+    """The behaviour with what one request orders by its id, such as `fault=long,delay=0.1`; fields of its own only."""
+    values = dict(item.split("=") for item in request_id.split(",") if "=" in item)
+    known = {name: value for name, value in vars(behaviour).items() if name in values}
+    return dataclasses.replace(behaviour, **{name: type(value)(values[name]) for name, value in known.items()})
 
 
 class Script:

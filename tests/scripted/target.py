@@ -19,7 +19,7 @@ from outrider.settings import run_command
 from outrider.stream import Outbox, serve_stream
 from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
 from tests.scripted import tokenizer
-from tests.scripted.language import END_ID, VOCAB_SIZE, Script
+from tests.scripted.language import END_ID, VOCAB_SIZE, Script, ordered
 
 Command, Event = target_pb2.TargetCommand, target_pb2.TargetEvent
 HIDDEN_SIZE, BOUNDARIES = 1, (1, 2)
@@ -27,7 +27,7 @@ HIDDEN_SIZE, BOUNDARIES = 1, (1, 2)
 
 @dataclass
 class Behaviour:
-    """What the process does, its faults included."""
+    """What the process does, its faults included. A request may order otherwise for itself, by its id."""
 
     model: str
     max_sequence_length: int
@@ -36,7 +36,7 @@ class Behaviour:
     delay: float
     die_after: int  # advances, then the process is gone
     preempt_every: int  # advances of the process
-    queue_full: int  # opens refused, from the first
+    refuse_at: int  # a port: who listens there has a full queue; 1 is everyone
     break_on: int  # a stream that brings this token is broken
     synthetic: bool
     vocab_size: int
@@ -50,7 +50,7 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
         self.behaviour = behaviour
         self.frame = frame
         self.instance_id = secrets.token_hex(8)
-        self.num_advances = self.num_opens = 0
+        self.num_advances = 0
         self.sessions: set[Session] = set()
         Gauge("outrider_num_sequences", "Sequences held.", registry=frame.registry).set_function(
             lambda: sum(len(session.scripts) for session in tuple(self.sessions))
@@ -113,6 +113,7 @@ class Session:
     def __init__(self, target: ScriptedTarget) -> None:
         self._target = target
         self.scripts: dict[int, tuple[Script, Command.OpenSequence]] = {}
+        self.behaviours: dict[int, Behaviour] = {}
         self.aux: dict[int, Command.AuxRequest] = {}
         self.outbox: Outbox[Event] = Outbox()
         self._used: set[int] = set()
@@ -121,10 +122,12 @@ class Session:
         """Takes commands in."""
         for command in request.commands:
             kind = command.WhichOneof("command")
+            if kind == "open":
+                self.behaviours[command.sequence_id] = ordered(self._target.behaviour, command.open.request_id)
             if kind == "close":
                 self.scripts.pop(command.sequence_id, None)
             else:
-                delay = self._target.behaviour.delay
+                delay = self.behaviours[command.sequence_id].delay
                 arguments = (self._open if kind == "open" else self._advance, command)
                 if delay:
                     asyncio.get_running_loop().call_later(delay, self._guarded, *arguments)
@@ -144,15 +147,14 @@ class Session:
 
     def _open(self, command: Command) -> None:
         target, sequence_id, opened = self._target, command.sequence_id, command.open
-        behaviour = target.behaviour
+        behaviour = self.behaviours[sequence_id]
         assert sequence_id not in self._used, "a sequence id was used twice"
         self._used.add(sequence_id)
-        target.num_opens += 1
         if behaviour.break_on in opened.token_ids:
             raise RuntimeError("poison")
         if target.frame.draining:
             raise errors.Unavailable("draining", errors.DRAINING)
-        if target.num_opens <= behaviour.queue_full:
+        if behaviour.refuse_at in (1, int(target.frame.address.rpartition(":")[2])):
             raise errors.ResourceExhausted("the queue is full", errors.QUEUE_FULL)
         script = Script(opened, tokenizer.choices(), behaviour.max_sequence_length)
         self.scripts[sequence_id] = (script, opened)
@@ -162,8 +164,8 @@ class Session:
 
     def _prefill(self, sequence_id: int, script: Script, opened: Command.OpenSequence) -> None:
         total = len(script.tokens)
-        for start in range(0, total, self._target.behaviour.prefill_chunk):
-            end = min(total, start + self._target.behaviour.prefill_chunk)
+        for start in range(0, total, self.behaviours[sequence_id].prefill_chunk):
+            end = min(total, start + self.behaviours[sequence_id].prefill_chunk)
             event = Event(sequence_id=sequence_id, prefilled=Event.Prefilled(num_computed=end))
             first = max(start, opened.aux.first_position)
             last = min(end, total - 1)  # the row of the last position comes with the first Advanced
@@ -178,7 +180,7 @@ class Session:
     def _advance(self, command: Command) -> None:
         target = self._target
         target.num_advances += 1
-        behaviour = target.behaviour
+        behaviour = self.behaviours[command.sequence_id]
         if behaviour.die_after and target.num_advances > behaviour.die_after:
             os._exit(1)
         if command.sequence_id not in self.scripts:
@@ -213,7 +215,7 @@ class Session:
             advanced.hidden_states.CopyFrom(script.rows(first, len(advanced.token_ids)))
         if advanced.finish_reason:
             del self.scripts[sequence_id]
-        compute_us = int(self._target.behaviour.delay * 1e6)
+        compute_us = int(self.behaviours[sequence_id].delay * 1e6)
         self.outbox.put(Event(sequence_id=sequence_id, advanced=advanced, compute_us=compute_us))
 
 
@@ -244,7 +246,7 @@ def main(
     delay: float = 0.0,
     die_after: int = 0,
     preempt_every: int = 0,
-    queue_full: int = 0,
+    refuse_at: int = 0,
     break_on: int = -1,
     synthetic: bool = False,
     vocab_size: int = VOCAB_SIZE,
@@ -254,7 +256,7 @@ def main(
     """A target whose next token is a hash of all before it."""
     configure_logging("info", "target")
     behaviour = Behaviour(
-        model, max_sequence_length, max_draft_tokens, prefill_chunk, delay, die_after, preempt_every, queue_full,
+        model, max_sequence_length, max_draft_tokens, prefill_chunk, delay, die_after, preempt_every, refuse_at,
         break_on, synthetic, vocab_size, bare,
     )  # fmt: skip
     asyncio.run(serve(behaviour, listen, metrics_listen, grace))

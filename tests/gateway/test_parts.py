@@ -1,0 +1,121 @@
+"""Parts of the gateway on their own: fit of a pair, a slow client, the wire's options."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from gateway.__main__ import parse_pair
+from gateway.fit import check_draft, check_target, common_transport
+from gateway.outlet import Outlet
+from gateway.usage import UsageCounter
+from outrider.errors import Cancelled, FailedPrecondition
+from outrider.v1 import common_pb2, draft_pb2, gateway_pb2, target_pb2
+
+INLINE, SHARED, CUDA = (
+    common_pb2.TRANSPORT_INLINE,
+    common_pb2.TRANSPORT_SHARED_MEMORY,
+    common_pb2.TRANSPORT_CUDA_IPC,
+)
+TARGET = target_pb2.GetTargetInfoResponse(
+    model="big", vocab_size=100, hidden_size=8, max_sequence_length=50, aux_boundaries=[0, 1, 2, 3],
+    weights_fingerprint="f", vocabulary_sha256="v", instance_id="t", transports=[CUDA, SHARED, INLINE],
+)  # fmt: skip
+DRAFT = draft_pb2.GetDraftInfoResponse(
+    model="small", vocab_size=100, target_hidden_size=8, aux_boundaries=[1, 3], weights_fingerprint="f",
+    draft_vocab_size=32, vocabulary_sha256="v", target_instance_id="t", transports=[SHARED, INLINE],
+)  # fmt: skip
+
+
+def changed(draft: draft_pb2.GetDraftInfoResponse, **fields: object) -> draft_pb2.GetDraftInfoResponse:
+    copy = draft_pb2.GetDraftInfoResponse()
+    copy.CopyFrom(draft)
+    for name, value in fields.items():
+        copy.ClearField(name)  # type: ignore[arg-type]
+        copy.MergeFrom(draft_pb2.GetDraftInfoResponse(**{name: value}))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("weights_fingerprint", "other"),
+        ("vocab_size", 101),
+        ("draft_vocab_size", 0),
+        ("draft_vocab_size", 101),
+        ("target_hidden_size", 16),
+        ("vocabulary_sha256", "w"),
+        ("aux_boundaries", [1, 9]),
+        ("aux_boundaries", []),
+        ("synthetic", True),
+    ],
+)
+def test_a_draft_that_does_not_fit_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(FailedPrecondition, match=f"small does not fit target big: {field}: expected") as raised:
+        check_draft(changed(DRAFT, **{field: value}), TARGET)
+    assert raised.value.reason == field
+
+
+def test_a_draft_that_fits() -> None:
+    check_draft(DRAFT, TARGET)
+    check_draft(changed(DRAFT, weights_fingerprint="", vocabulary_sha256=""), TARGET)
+    check_target(TARGET)
+
+
+def test_every_fault_is_named() -> None:
+    with pytest.raises(FailedPrecondition, match=r"vocab_size: .*; target_hidden_size: ") as raised:
+        check_draft(changed(changed(DRAFT, vocab_size=1), target_hidden_size=2), TARGET)
+    assert raised.value.reason == "vocab_size,target_hidden_size"
+
+
+def test_transport_is_the_best_common_one_of_attached_services() -> None:
+    assert common_transport(TARGET, DRAFT) == SHARED
+    assert common_transport(TARGET, changed(DRAFT, transports=[CUDA, SHARED])) == CUDA
+    assert common_transport(TARGET, changed(DRAFT, target_instance_id="another")) == INLINE
+    assert common_transport(TARGET, changed(DRAFT, transports=[])) == INLINE
+
+
+async def test_a_client_that_stops_reading_is_given_up_and_one_that_reads_is_not() -> None:
+    written = []
+
+    async def stuck(message: gateway_pb2.GenerateResponse) -> None:
+        written.append(message)
+        if len(written) > 2:
+            await asyncio.sleep(60)
+
+    outlet = Outlet()
+    for _ in range(5):
+        outlet.put(gateway_pb2.GenerateResponse())
+    with pytest.raises(Cancelled, match="read nothing"):
+        await outlet.drain(stuck, patience=0.1)
+    assert len(written) == 3
+
+    async def quick(message: gateway_pb2.GenerateResponse) -> None:
+        written.append(message)
+
+    idle = Outlet()
+    draining = asyncio.create_task(idle.drain(quick, patience=0.05))
+    await asyncio.sleep(0.2)  # nothing to read is not a slow client
+    idle.put(gateway_pb2.GenerateResponse(text="x"))
+    idle.close()
+    await draining
+    assert written[-1].text == "x"
+
+
+def test_usage_counts_by_definition() -> None:
+    counter = UsageCounter(3)
+    for drafted, accepted in ((3, 3), (3, 0), (2, 1), (0, 0)):
+        counter.count_step(drafted, accepted)
+    usage = counter.usage(prompt_tokens=5, completion_tokens=8, seed=9)
+    assert usage.verify_steps == 4 and usage.draft_tokens == 8 and usage.accepted_tokens == 4
+    assert list(usage.acceptance_histogram) == [1, 1, 0, 1]
+    assert list(usage.drafted_per_position) == [3, 3, 2]
+
+
+def test_pairs_are_parsed_or_named() -> None:
+    assert parse_pair("a:1=b:2") == ("a:1", "b:2")
+    assert parse_pair("unix:/x") == ("unix:/x", None)
+    for text in ("", "a:1=", "=b:2", "a=b:1"):
+        with pytest.raises(Exception, match="--pair"):
+            parse_pair(text)
