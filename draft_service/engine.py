@@ -123,7 +123,12 @@ class DraftEngine:
         if extend.sequence.closed:
             _release([extend])
             return
-        self._waiting.setdefault(extend.sequence, []).append(extend)
+        waiting = self._waiting.setdefault(extend.sequence, [])
+        if waiting and waiting[-1].num_draft_tokens:
+            # What it would propose is stale already: only its rows are taken in.
+            waiting[-1].num_draft_tokens = 0
+            self._deliver([Answer(extend.sequence, Chain([], []), waiting[-1].proposal_position)])
+        waiting.append(extend)
         answered = self._answered.pop(extend.sequence, None)
         if answered is not None:
             extend.sequence.turnaround = extend.arrived - answered
@@ -182,18 +187,14 @@ class DraftEngine:
         return True
 
     def _answer(self, taken: list[list[Extend]], chains: dict[DraftSequence, Chain], started: float) -> None:
-        """One Proposal for each command that asked; only the last of a sequence has a chain."""
-        compute_us = int(self._last_step * 1e6)
+        """A Proposal for each sequence whose last command asked for one."""
+        compute_us, now = int(self._last_step * 1e6), time.perf_counter()
         answers = []
-        for extends in taken:
-            for extend in extends:
-                if extend.num_draft_tokens:
-                    chain = chains.get(extend.sequence) if extend is extends[-1] else None
-                    queue_us = int(max(0.0, started - extend.arrived) * 1e6)
-                    answers.append(
-                        Answer(extend.sequence, chain or Chain([], []), extend.proposal_position, queue_us, compute_us)
-                    )
-                    self._answered[extend.sequence] = time.perf_counter()
+        for last in (extends[-1] for extends in taken if extends[-1].num_draft_tokens):
+            chain = chains.get(last.sequence) or Chain([], [])
+            queue_us = int(max(0.0, started - last.arrived) * 1e6)
+            answers.append(Answer(last.sequence, chain, last.proposal_position, queue_us, compute_us))
+            self._answered[last.sequence] = now
         self._in_step = []
         if answers:
             self._deliver(answers)
