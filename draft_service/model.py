@@ -12,42 +12,17 @@ Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
 from draft_service.description import DraftDescription
 from draft_service.layout import D2T, EMBED, HEAD
-from kernels.attention import paged_attention
-from kernels.kv_cache import KVCache, slots_of
+from kernels.attention_block import AttentionBlock, Rows, attention_block, write_keys_values
+from kernels.kv_cache import KVCache
 from kernels.linear import PackedWeight, linear, pack_weight
 from kernels.mlp_block import MlpBlock, mlp_block
 from kernels.rms_norm import rms_norm
-from kernels.rope import RotaryTable, apply_rope
-
-
-@dataclass(frozen=True)
-class RowBatch:
-    """Where the rows of one pass stand: position, sequence and slot of each, int32 [T]; per sequence its pages,
-    int32 [S, P], and the position where it starts, int32 [S]."""
-
-    positions: torch.Tensor
-    sequences: torch.Tensor
-    slots: torch.Tensor
-    page_tables: torch.Tensor
-    first_positions: torch.Tensor
-
-    @classmethod
-    def of(
-        cls,
-        positions: torch.Tensor,
-        sequences: torch.Tensor,
-        page_tables: torch.Tensor,
-        first_positions: torch.Tensor,
-    ) -> RowBatch:
-        """Finds the rows' slots in the cache."""
-        slots = slots_of(page_tables, sequences, positions)
-        return cls(positions, sequences, slots, page_tables, first_positions)
+from kernels.rope import RotaryTable
 
 
 class DraftModel:
@@ -58,12 +33,14 @@ class DraftModel:
         self.max_positions = max_positions
         self._embed = weights[EMBED]
         self.dtype, self.device = self._embed.dtype, self._embed.device
-        self._input_norm = weights.get("input_norm.weight")
-        self._fc_norms = [weights[f"fc_norm.{j}.weight"] for j in range(draft.num_aux)] if draft.fc_norm else []
+        # Norms in float32, as the kernels compute them.
+        norms = {name: weight.float() for name, weight in weights.items() if "norm" in name}
+        self._input_norm = norms.get("input_norm.weight")
+        self._fc_norms = [norms[f"fc_norm.{j}.weight"] for j in range(draft.num_aux)] if draft.fc_norm else []
         self._fc = pack_weight(weights["fc.weight"], weights.get("fc.bias"))
-        self._norm = weights["norm.weight"]
+        self._norm = norms["norm.weight"]
         self._head = pack_weight(weights[HEAD])
-        self._layer = _Layer(draft, weights, "layers.0.", max_positions)
+        self._layer = _Layer(draft, {**weights, **norms}, "layers.0.", max_positions)
         self.target_ids = torch.arange(draft.draft_vocab_size, device=self.device)
         if draft.reduced:
             self.target_ids += weights[D2T].long()
@@ -94,19 +71,16 @@ class DraftModel:
             states = torch.cat(normed, dim=1)
         return linear(states, self._fc)
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        token_ids: torch.Tensor,
-        rows: RowBatch,
-        cache: KVCache,
-        wanted: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """o [W, H] of the rows numbered `wanted` (int64 [W]; all by default). Keys and values of all are stored.
+    def forward(self, hidden: torch.Tensor, token_ids: torch.Tensor, rows: Rows, cache: KVCache) -> torch.Tensor:
+        """o [T, H] of the rows, whose keys and values are stored.
 
         hidden [T, H]: g, or what the step before fed back. token_ids int64 [T]: ids of the target's vocabulary.
         """
-        return self._layer.forward(hidden, self._embed[token_ids], rows, cache, wanted)
+        return self._layer.forward(hidden, self._embed[token_ids], rows, cache)
+
+    def take_in(self, hidden: torch.Tensor, token_ids: torch.Tensor, rows: Rows, cache: KVCache) -> None:
+        """Stores the keys and values of rows as `forward` does, without computing o."""
+        self._layer.take_in(hidden, self._embed[token_ids], rows, cache)
 
     def head(self, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits over the draft vocabulary, float32 [W, Vd], and what is fed back, [W, H], of outputs o [W, H]."""
@@ -130,43 +104,37 @@ class _Layer:
         self.draft = draft
         self._embed_norm = weights[f"{prefix}input_layernorm.weight"]
         self._hidden_norm = weights[f"{prefix}hidden_norm.weight"]
-        self._qkv = packed("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        self._output = packed("self_attn.o_proj")
+        self._attention = AttentionBlock(
+            self._hidden_norm,
+            draft.rms_norm_eps,
+            packed("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            packed("self_attn.o_proj"),
+            draft.num_attention_heads,
+            draft.num_key_value_heads,
+            draft.head_dim,
+            RotaryTable(draft.rope, max_positions, self._embed_norm.device),
+        )
         self._mlp = MlpBlock(
             weights[f"{prefix}post_attention_layernorm.weight"],
             draft.rms_norm_eps,
             packed("mlp.gate_proj", "mlp.up_proj"),
             packed("mlp.down_proj"),
         )
-        self._rotary = RotaryTable(draft.rope, max_positions, self._embed_norm.device)
 
-    def forward(
-        self, hidden: torch.Tensor, embeds: torch.Tensor, rows: RowBatch, cache: KVCache, wanted: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The layer's output of the wanted rows; the others only leave keys and values."""
-        draft = self.draft
-        eps, heads, kv_heads = draft.rms_norm_eps, draft.num_attention_heads, draft.num_key_value_heads
-        normed = rms_norm(hidden, self._hidden_norm, eps)
-        both = torch.cat((rms_norm(embeds, self._embed_norm, eps), normed), dim=1)
-        qkv = linear(both, self._qkv).view(hidden.shape[0], -1, draft.head_dim)
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-        q, k = apply_rope(q, k, self._rotary, rows.positions)
-        cache.write(0, k, v, rows.slots)
-        residual = normed if draft.norm_before_residual else hidden
-        positions, sequences = rows.positions, rows.sequences
-        if wanted is not None:
-            q, residual, positions, sequences = q[wanted], residual[wanted], positions[wanted], sequences[wanted]
-        if q.shape[0] == 0:
-            return residual
-        attended = paged_attention(
-            q,
-            cache.layers[0],
-            rows.page_tables,
-            sequences,
-            positions,
-            draft.head_dim**-0.5,
-            first_position=rows.first_positions,
-        )
-        outputs = residual + linear(attended.flatten(1), self._output)
+    def forward(self, hidden: torch.Tensor, embeds: torch.Tensor, rows: Rows, cache: KVCache) -> torch.Tensor:
+        """The layer's output."""
+        normed, inputs = self._inputs(hidden, embeds)
+        outputs = normed if self.draft.norm_before_residual else hidden.clone()
+        attention_block(outputs, self._attention, rows, cache.layers[0], inputs)
         mlp_block(outputs, self._mlp)
         return outputs
+
+    def take_in(self, hidden: torch.Tensor, embeds: torch.Tensor, rows: Rows, cache: KVCache) -> None:
+        """Keys and values alone."""
+        write_keys_values(self._attention, rows, cache.layers[0], self._inputs(hidden, embeds)[1])
+
+    def _inputs(self, hidden: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The normalised hidden states [T, H], and embeddings and hidden states side by side [T, 2 H]."""
+        eps = self.draft.rms_norm_eps
+        normed = rms_norm(hidden, self._hidden_norm, eps)
+        return normed, torch.cat((rms_norm(embeds, self._embed_norm, eps), normed), dim=1)

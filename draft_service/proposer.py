@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from draft_service.cache import DraftCache
 from draft_service.choice import Chooser
-from draft_service.model import DraftModel, RowBatch
-from draft_service.sequence import DraftSequence, Rows
-from kernels.kv_cache import slots_of
+from draft_service.model import DraftModel
+from draft_service.sequence import DraftSequence, NewRows
+from kernels.attention_block import Rows
 
 
 @dataclass(eq=False, slots=True)
@@ -22,7 +23,7 @@ class Turn:
     """
 
     sequence: DraftSequence
-    rows: Rows
+    rows: NewRows
     num_tokens: int
     min_confidence: float = 0.0
 
@@ -61,70 +62,68 @@ class Proposer:
     def step(self, turns: Sequence[Turn]) -> list[Chain]:
         """Takes the rows of all turns in and returns a chain for each, empty where none is wanted."""
         order = sorted(range(len(turns)), key=lambda index: -turns[index].num_tokens)
-        ordered = [turns[index] for index in order]
-        chains = self._chains(ordered, *self._first_pass(ordered))
+        longest_first = [turns[index] for index in order]
+        tables = self.cache.tables([turn.sequence for turn in longest_first])
+        starts = self._tensor([turn.sequence.start for turn in longest_first])
+        hidden, token_ids = self._take_in(longest_first, tables, starts)
+        chains = self._draft(longest_first, hidden, token_ids, tables, starts)
         return [chain for _, chain in sorted(zip(order, chains, strict=True), key=lambda pair: pair[0])]
 
-    def _first_pass(self, turns: list[Turn]) -> tuple[torch.Tensor, RowBatch]:
-        """Runs all new rows; returns o of the last row of each turn that wants a chain, and where the rows stand."""
-        device = self.model.device
-        counts = [turn.rows.count for turn in turns]
-        states = _joined([piece for turn in turns for piece in turn.rows.states]).to(device, self.model.dtype)
-        token_ids = _joined([piece for turn in turns for piece in turn.rows.token_ids]).to(device)
-        firsts = [turn.rows.first_position for turn in turns]
-        positions = _joined(
-            [torch.arange(first, first + count, dtype=torch.int32) for first, count in zip(firsts, counts, strict=True)]
-        )
-        sequences = torch.arange(len(turns), dtype=torch.int32).repeat_interleave(torch.tensor(counts))
-        starts = torch.tensor([turn.sequence.start for turn in turns], dtype=torch.int32)
-        tables = self.cache.tables([turn.sequence for turn in turns])
-        rows = RowBatch.of(positions.to(device), sequences.to(device), tables, starts.to(device))
-        last_rows = torch.tensor(counts).cumsum(0) - 1
-        wanted = last_rows[: sum(turn.num_tokens > 0 for turn in turns)].to(device)
-        return self.model.forward(self.model.project(states), token_ids, rows, self.cache.kv, wanted), rows
+    def _take_in(
+        self, turns: list[Turn], tables: torch.Tensor, starts: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores keys and values of all rows but those that chains begin with: of these, returns g and tokens."""
+        states = _joined([piece for turn in turns for piece in turn.rows.states])
+        token_ids = _joined([piece for turn in turns for piece in turn.rows.token_ids]).to(self.model.device)
+        hidden = self.model.project(states.to(self.model.device, self.model.dtype))
+        num_rows = np.array([turn.rows.count for turn in turns])
+        num_chains = sum(turn.num_tokens > 0 for turn in turns)
+        last = num_rows.cumsum()[:num_chains] - 1
+        others = np.delete(np.arange(len(token_ids)), last)
+        if len(others):
+            num_rows[:num_chains] -= 1
+            sequences = np.arange(len(turns)).repeat(num_rows)
+            # Each sequence's rows end where its chain's first row, or its last row, stands.
+            ends = np.array([turn.rows.first_position for turn in turns]) + num_rows
+            positions = np.arange(len(others)) + (ends - num_rows.cumsum()).repeat(num_rows)
+            rows = Rows(self._tensor(positions), self._tensor(sequences), tables, starts)
+            index = torch.from_numpy(others).to(self.model.device)
+            self.model.take_in(hidden[index], token_ids[index], rows, self.cache.kv)
+        index = torch.from_numpy(last).to(self.model.device)
+        return hidden[index], token_ids[index]
 
-    def _chains(self, turns: list[Turn], outputs: torch.Tensor, rows: RowBatch) -> list[Chain]:
-        """Drafts one token a step for the turns, longest chain first; `outputs` are o of their last rows."""
+    def _draft(
+        self,
+        turns: list[Turn],
+        hidden: torch.Tensor,
+        token_ids: torch.Tensor,
+        tables: torch.Tensor,
+        starts: torch.Tensor,
+    ) -> list[Chain]:
+        """Drafts one token a step for the turns, longest chain first. Nothing waits for the device in between."""
         samplings = [turn.sequence.sampling for turn in turns]
-        places = [turn.sequence.end + 1 for turn in turns]
-        steps = _chain_rows(turns, rows)
+        ends = [turn.sequence.end for turn in turns]
+        sequences, positions = self._tensor(range(len(turns))), self._tensor(ends) - 1
         drafted: list[tuple[torch.Tensor, torch.Tensor]] = []
         for step in range(turns[0].num_tokens):
-            logits, fed_back = self.model.head(outputs)
-            count = len(outputs)
-            positions = [place + step for place in places[:count]]
-            chosen, probabilities = self.chooser.choose(logits, samplings[:count], positions)
-            drafted.append((self.model.target_ids[chosen], probabilities))
-            count = sum(turn.num_tokens > step + 1 for turn in turns)
-            if not count or _all_unsure(turns[:count], drafted):
+            count = sum(turn.num_tokens > step for turn in turns)
+            if drafted and _all_unsure(turns[:count], drafted):
                 break
-            outputs = self.model.forward(fed_back[:count], drafted[-1][0][:count], steps[step], self.cache.kv)
+            rows = Rows(positions[:count] + step, sequences[:count], tables, starts)
+            outputs = self.model.forward(hidden[:count], token_ids[:count], rows, self.cache.kv)
+            logits, hidden = self.model.head(outputs)
+            places = [end + 1 + step for end in ends[:count]]
+            chosen, probabilities = self.chooser.choose(logits, samplings[:count], places)
+            token_ids = self.model.target_ids[chosen]
+            drafted.append((token_ids, probabilities))
         return _read_chains(turns, drafted)
+
+    def _tensor(self, numbers: Sequence[int] | np.ndarray | range) -> torch.Tensor:
+        return torch.from_numpy(np.asarray(numbers, dtype=np.int32)).to(self.model.device)
 
 
 def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def _chain_rows(turns: list[Turn], rows: RowBatch) -> list[RowBatch]:
-    """Where the rows of each step after the first stand: one for each turn whose chain is longer."""
-    longest = turns[0].num_tokens
-    if longest < 2:
-        return []
-    counts = [sum(turn.num_tokens > step for turn in turns) for step in range(1, longest)]
-    device = rows.page_tables.device
-    sequences = torch.arange(counts[0], dtype=torch.int32, device=device)
-    ends = torch.tensor([turn.sequence.end for turn in turns[: counts[0]]], dtype=torch.int32, device=device)
-    positions = ends + torch.arange(longest - 1, dtype=torch.int32, device=device)[:, None]
-    # A shorter chain's slots beyond its end may be any page's; they are cut off below and never written.
-    slots = [
-        slots_of(rows.page_tables, sequences[:count], places[:count])
-        for count, places in zip(counts, positions, strict=True)
-    ]
-    return [
-        RowBatch(places[:count], sequences[:count], slot, rows.page_tables, rows.first_positions)
-        for count, places, slot in zip(counts, positions, slots, strict=True)
-    ]
 
 
 def _all_unsure(turns: list[Turn], drafted: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:

@@ -57,7 +57,7 @@ class Extend:
 
 
 @dataclass(eq=False, slots=True)
-class Rows:
+class NewRows:
     """Consecutive new rows of one sequence, from first_position on."""
 
     first_position: int
@@ -80,20 +80,20 @@ class Rows:
             self.states.pop()
 
 
-def take_rows(sequence: DraftSequence, extends: Sequence[Extend], limit: int) -> Rows:
+def take_rows(sequence: DraftSequence, extends: Sequence[Extend], limit: int) -> NewRows:
     """The rows to compute once all `extends` are taken in, in order; start and end of the sequence follow.
 
     Rows replace what was held from their position on. Beyond a gap, or before its start, the sequence begins anew
     with the rows. Positions from `limit` on are never held.
     """
-    rows = Rows(0, [], [])
+    rows = NewRows(0, [], [])
     for extend in extends:
         first = extend.first_position
         if sequence.start == sequence.end or not sequence.start <= first <= sequence.end:
             sequence.start = sequence.end = first
-            rows = Rows(first, [], [])
+            rows = NewRows(first, [], [])
         if not rows.count or first < rows.first_position:
-            rows = Rows(first, [], [])
+            rows = NewRows(first, [], [])
         else:
             rows.cut(first - rows.first_position)
         kept = max(0, min(len(extend.token_ids), limit - first))

@@ -99,16 +99,29 @@ def attention_block(
     )
 
 
+def write_keys_values(block: AttentionBlock, rows: Rows, cache: LayerCache, inputs: torch.Tensor) -> None:
+    """Stores the keys and values of rows whose output nobody wants: `attention_block` with `inputs`, and no more."""
+    library = native.library() if has_native_form(cache) else None
+    if library is None or block.native is None:
+        _query_and_write_torch(block, rows, cache, inputs)
+        return
+    if inputs.dtype != cache.keys.dtype or not inputs.is_contiguous():
+        raise ValueError(f"attention: expected contiguous {cache.keys.dtype}, found {inputs.dtype}")
+    native.call(
+        library.outrider_write_keys_values,
+        ctypes.byref(block.native),
+        ctypes.byref(rows.native),
+        ctypes.byref(cache.native),
+        inputs.data_ptr(),
+    )
+
+
 def attention_block_torch(
     x: torch.Tensor, block: AttentionBlock, rows: Rows, cache: LayerCache, inputs: torch.Tensor | None = None
 ) -> None:
     """The half, one operation at a time."""
-    heads, kv_heads, width = block.num_heads, block.num_kv_heads, block.head_dim
     normed = rms_norm(x, block.norm, block.eps) if inputs is None else inputs
-    qkv = linear(normed, block.qkv).view(x.shape[0], -1, width)
-    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-    q, k = apply_rope(q, k, block.rotary, rows.positions)
-    write_kv(cache, k, v, rows.slots)
+    q = _query_and_write_torch(block, rows, cache, normed)
     attended = paged_attention(
         q,
         cache,
@@ -121,3 +134,13 @@ def attention_block_torch(
         rows.first_positions,
     )
     x += linear(attended.flatten(1), block.output)
+
+
+def _query_and_write_torch(block: AttentionBlock, rows: Rows, cache: LayerCache, inputs: torch.Tensor) -> torch.Tensor:
+    """Stores keys and values of inputs [T, K], and returns the queries [T, nq, d]."""
+    heads, kv_heads, width = block.num_heads, block.num_kv_heads, block.head_dim
+    qkv = linear(inputs, block.qkv).view(inputs.shape[0], -1, width)
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+    q, k = apply_rope(q, k, block.rotary, rows.positions)
+    write_kv(cache, k, v, rows.slots)
+    return q

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
@@ -30,7 +31,7 @@ def library() -> ctypes.CDLL | None:
     Raises ValueError for an unknown OUTRIDER_KERNELS, BuildError where `native` is demanded and cannot be had.
     """
     global _library, _tried
-    form = _forced or os.environ.get("OUTRIDER_KERNELS", "auto")
+    form = _forced or _requested()
     if form not in _FORMS:
         raise ValueError(f"OUTRIDER_KERNELS: expected one of {', '.join(_FORMS)}, found {form!r}")
     if form == "torch":
@@ -46,6 +47,12 @@ def library() -> ctypes.CDLL | None:
     if _library is None and form == "native":
         raise BuildError("native kernels were demanded, and could not be built")
     return _library
+
+
+@cache
+def _requested() -> str:
+    """What the environment asks for, read once: a layer asks several times."""
+    return os.environ.get("OUTRIDER_KERNELS", "auto")
 
 
 @contextmanager
@@ -71,6 +78,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "outrider_rms_norm": [_POINTER, _INT, _POINTER, _FLOAT, _INT, _INT, _POINTER, _INT],
     "outrider_attention": [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT],
     "outrider_attention_block": [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT],
+    "outrider_write_keys_values": [_POINTER, _POINTER, _POINTER, _POINTER, _INT],
     "outrider_mlp_block": [_POINTER, _POINTER, _INT, _INT, _INT],
 }
 

@@ -51,6 +51,28 @@ int outrider_attention_block(
     return OK;
 }
 
+// Keys and values of the rows into the cache, as outrider_attention_block leaves them, and nothing else.
+int outrider_write_keys_values(
+    const AttentionBlock *block, const Rows *rows, const Cache *cache, const void *inputs, int64_t threads) {
+    int64_t count = rows->count, heads = block->attention.heads;
+    int64_t qkv_size = (heads + 2 * cache->kv_heads) * cache->width, in_size = block->qkv.inputs;
+    int is_bf16 = (int)cache->is_bf16;
+    if (count == 0) return OK;
+    float *wide = scratch(count * (in_size + qkv_size));
+    if (!wide) return OUT_OF_MEMORY;
+    float *qkv = wide + count * in_size;
+    Result to_qkv = {qkv, qkv_size, 0, is_bf16, 0};
+#pragma omp parallel num_threads(threads)
+    {
+        rms_norm_share(inputs, is_bf16, 0, 0, count, in_size, wide);
+#pragma omp barrier
+        linear_share(&block->qkv, wide, count, to_qkv);
+#pragma omp barrier
+        rope_and_write_share(qkv, heads, rows, cache, block->rotary, is_bf16);
+    }
+    return OK;
+}
+
 // x[rows][hidden] += down(swiglu(gate_up(norm(x)))). gate_up.outputs is twice a multiple of PANEL.
 int outrider_mlp_block(const MlpBlock *block, void *x, int64_t is_bf16, int64_t count, int64_t threads) {
     int64_t hidden = block->gate_up.inputs, size = block->gate_up.outputs / 2;
