@@ -15,6 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels import native
+
 LARGEST_NOISE = 22.873858
 """No noise is larger: that of the word 0, in float32."""
 
@@ -78,6 +80,25 @@ def philox_words(
     seed: int, position: int | npt.NDArray[np.int64], counters: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.uint32]:
     """The four words of each counter (counters[i], position or position[i], 0, 0): uint32 [4, N]."""
+    library = native.library()
+    if library is None:
+        return _philox_words_numpy(seed, position, counters)
+    counters, positions = np.ascontiguousarray(counters), np.ascontiguousarray(position, dtype=np.int64)
+    words = np.empty((4, counters.size), dtype=np.uint32)
+    library.outrider_philox_words(
+        seed % 2**64,
+        counters.ctypes.data,
+        positions.ctypes.data,
+        int(positions.size > 1),
+        counters.size,
+        words.ctypes.data,
+    )
+    return words
+
+
+def _philox_words_numpy(
+    seed: int, position: int | npt.NDArray[np.int64], counters: npt.NDArray[np.int64]
+) -> npt.NDArray[np.uint32]:
     # Words 0 and 2 are multiplied, words 1 and 3 mixed in; each pair is one array of two rows. Everything lies in the
     # low and high halves of 64-bit numbers, and the halves are views: a round is three operations.
     factors = np.zeros((2, counters.size), dtype=np.uint64)

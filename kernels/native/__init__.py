@@ -72,7 +72,7 @@ def call(function: ctypes._NamedFuncPointer, *arguments: object) -> None:
         raise MemoryError(f"{function.__name__}: no memory for intermediate results")
 
 
-_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_POINTER, _INT, _FLOAT, _SEED = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_uint64
 _SIGNATURES: dict[str, list[type]] = {
     "outrider_linear": [_POINTER, _POINTER, _INT, _INT, _POINTER, _INT, _INT],
     "outrider_rms_norm": [_POINTER, _INT, _POINTER, _FLOAT, _INT, _INT, _POINTER, _INT],
@@ -80,6 +80,8 @@ _SIGNATURES: dict[str, list[type]] = {
     "outrider_attention_block": [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT],
     "outrider_write_keys_values": [_POINTER, _POINTER, _POINTER, _POINTER, _INT],
     "outrider_mlp_block": [_POINTER, _POINTER, _INT, _INT, _INT],
+    "outrider_philox_words": [_SEED, _POINTER, _POINTER, _INT, _INT, _POINTER],
+    "outrider_sample_rows": [_POINTER, _INT, _INT, _POINTER, _FLOAT, _FLOAT, _SEED, _INT, _POINTER, _INT],
 }
 
 

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels import native
 from kernels.noise import (
     LARGEST_NOISE,
     VocabularyNoise,
@@ -15,6 +16,7 @@ from kernels.noise import (
     philox_words,
 )
 
+FORMS = ["torch", "native"] if native.library() else ["torch"]
 SEEDS = st.integers(0, 2**64 - 1)
 POSITIONS = st.integers(0, 2**31 - 1)
 TOKEN_IDS = st.lists(st.integers(0, 210_000), min_size=1, max_size=40)
@@ -53,10 +55,14 @@ def test_known_answer_of_the_word_zero_is_the_largest_noise():
     assert math.isfinite(extremes[2].item())
 
 
-@given(SEEDS, POSITIONS, st.integers(0, 2**32 - 1))
-def test_words_equal_the_reference(seed, position, counter):
-    expected = philox_reference([counter, position, 0, 0], [seed % 2**32, seed >> 32])
-    assert philox_words(seed, position, np.array([counter]))[:, 0].tolist() == expected
+@given(SEEDS, st.lists(st.tuples(st.integers(0, 2**32 - 1), POSITIONS), min_size=1, max_size=70))
+def test_words_equal_the_reference(seed, pairs):
+    counters, positions = np.array(pairs).T
+    expected = [philox_reference([c, p, 0, 0], [seed % 2**32, seed >> 32]) for c, p in pairs]
+    for name in FORMS:
+        with native.form(name):
+            assert philox_words(seed, positions, counters).T.tolist() == expected
+            assert philox_words(seed, pairs[0][1], counters[:1])[:, 0].tolist() == expected[0]
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=20))

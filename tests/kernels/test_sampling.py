@@ -8,12 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
+from kernels import native
 from kernels.noise import gumbel_noise
 from kernels.penalties import TokenHistory
 from kernels.sampling import NO_TOKEN, ChainRows, SamplingParams, choose_tokens
 
 VOCAB = 12
 GREEDY = SamplingParams(temperature=0)
+FORMS = ["torch", "native"] if native.library() else ["torch"]
 TOKENS = st.integers(0, VOCAB - 1)
 PARAMS = st.builds(
     SamplingParams,
@@ -120,7 +122,14 @@ def test_a_choice_does_not_depend_on_the_batch_or_the_chain(sequence_list, seed)
     assert together == apart
 
 
-@pytest.mark.parametrize("vocab_size", [5_000, 49_152])
+@pytest.fixture(params=FORMS)
+def form(request):
+    with native.form(request.param):
+        yield
+
+
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("vocab_size", [5_001, 49_152])
 @pytest.mark.parametrize("top", [{}, {"top_k": 40}, {"top_p": 0.8}, {"top_k": 900, "top_p": 0.95}, {"min_p": 0.02}])
 def test_large_vocabularies_equal_a_full_sort(vocab_size, top):
     params = SamplingParams(temperature=0.9, seed=11, **top)
@@ -137,6 +146,7 @@ def test_large_vocabularies_equal_a_full_sort(vocab_size, top):
         assert token == ids[noisy.argmax()]
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize(
     "top",
     [{}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 8, "top_p": 0.9, "min_p": 0.05, "temperature": 1.4}],
@@ -144,7 +154,7 @@ def test_large_vocabularies_equal_a_full_sort(vocab_size, top):
 def test_samples_follow_the_distribution(top):
     params = SamplingParams(**{"temperature": 0.8, "seed": 5} | top)
     row = torch.tensor([1.0, 0.2, -0.5, 2.0, 1.1, 0.0, -2.0, 1.9, 0.7, -1.0])
-    num_samples = 4000
+    num_samples = 2500
     chosen = choose_tokens(row.expand(num_samples, -1).contiguous(), [ChainRows(params, 0, [0] * (num_samples - 1))])
     probabilities = torch.softmax(row.double() / params.temperature, 0).numpy()
     order = np.argsort(-probabilities)[: params.top_k or None]
@@ -156,10 +166,22 @@ def test_samples_follow_the_distribution(top):
     assert chisquare(counts[order], expected).pvalue > 0.001
 
 
+@given(PARAMS, st.integers(0, 10_000), st.integers(1, 700), st.sampled_from([0.3, 3.0, 30.0]))
+def test_every_form_makes_the_same_choice(params, seed, vocab_size, spread):
+    params = replace(params, logit_bias={}, repetition_penalty=1, presence_penalty=0, frequency_penalty=0)
+    logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
+    choices = []
+    for name in FORMS:
+        with native.form(name):
+            choices.append(choose_tokens(logits, [ChainRows(params, seed, [0, 0])]))
+    assert choices[0] == choices[-1]
+
+
 def choose_one(row, params=GREEDY, **chain) -> int:
     return choose_tokens(torch.tensor([row]), [ChainRows(params, 3, **chain)])[0]
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(), SamplingParams(top_k=2), SamplingParams(top_p=0.5)])
 class TestEdges:
     def test_rows_without_a_choice(self, params):
@@ -181,7 +203,8 @@ class TestEdges:
         assert choose_one([5.0], params) == 0
 
 
-@pytest.mark.parametrize("temperature", [1e-8, 1e-30, 1e-38, 1e-45])
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("temperature", [1e-60, 1e-8, 1e-30, 1e-38, 1e-45])
 def test_a_tiny_temperature_is_greedy(temperature):
     row = [3.0, 80.0, 79.99999, -1e38, 3e38, 2e38]
     for top in ({}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.5}):
