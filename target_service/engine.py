@@ -77,8 +77,6 @@ class TargetEngine:
             self._measure(plan, began)
             self._emit(plan, output, logits, choices, began)
         self.roster.flush(self._stats)
-        if plan.work:  # counted once the answers are on their way: nobody waits for this
-            self._metrics.stepped(self._stats)
 
     def on_failure(self, error: Exception) -> None:
         """A step raised: the sequences in it end with INTERNAL, the others go on."""
@@ -121,6 +119,7 @@ class TargetEngine:
         compute = time.monotonic() - began
         self._pace.stepped(compute)
         self._stats = Stats(len(plan.work), plan.num_rows, compute, plan.queue_depth, self.pages.usage)
+        self._metrics.stepped(self._stats)
 
     def _emit(self, plan: Plan, output: ForwardOutput, logits: torch.Tensor, choices: list[int], began: float) -> None:
         row = chosen = 0

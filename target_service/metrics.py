@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.registry import Collector
 
 from outrider.errors import DRAINING, PREEMPTED, QUEUE_FULL
 from outrider.metrics import PREFIX, STEP_BUCKETS
@@ -17,13 +20,19 @@ _TRANSPORTS = {
     common_pb2.TRANSPORT_CUDA_IPC: "cuda_ipc",
 }
 _REASONS = (PREEMPTED, QUEUE_FULL, DRAINING, "INVALID_ARGUMENT", "NOT_FOUND", "INTERNAL")
+_MAX_STEPS = 1000  # kept between two readings
 _ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
-class TargetMetrics:
-    """The series of one target, labelled with the name of its model. Any thread."""
+class TargetMetrics(Collector):
+    """The series of one target, labelled with the name of its model. Any thread.
+
+    Steps are put into histograms when the series are read, not while a caller waits for the step's answer.
+    """
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._steps: deque[Stats] = deque()
+        registry.register(self)  # before the histograms, so that it is asked before them
         labels = {"model_name": model_name}
 
         def gauge(name: str, text: str) -> Gauge:
@@ -71,9 +80,19 @@ class TargetMetrics:
 
     def stepped(self, stats: Stats) -> None:
         """A step was computed."""
-        self._step_time.observe(stats.compute)
-        self._step_rows.observe(stats.num_tokens)
-        self._step_sequences.observe(stats.batch_size)
+        self._steps.append(stats)
+        if len(self._steps) >= _MAX_STEPS:
+            self.collect()
+
+    def collect(self) -> Iterable[Metric]:
+        """Called when the series are read; has none of its own."""
+        with suppress(IndexError):  # until it is empty, whoever else empties it
+            while True:
+                stats = self._steps.popleft()
+                self._step_time.observe(stats.compute)
+                self._step_rows.observe(stats.num_tokens)
+                self._step_sequences.observe(stats.batch_size)
+        return ()
 
     def prompt_tokens(self, count: int) -> None:
         """Prompt tokens were computed."""
@@ -85,7 +104,7 @@ class TargetMetrics:
 
     def failed(self, reason: str) -> None:
         """A sequence ended with an error."""
-        self._errors[reason].inc()
+        self._errors.get(reason, self._errors["INTERNAL"]).inc()
         if reason == PREEMPTED:
             self._preemptions.inc()
 

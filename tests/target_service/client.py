@@ -129,12 +129,14 @@ class Run:
         self.num_steps = self.num_accepted = 0
         self.finish_reason = common_pb2.FINISH_REASON_UNSPECIFIED
         self._rows: list[torch.Tensor] = []
+        self._num_rows = 0
 
     def take(self, event: target_pb2.TargetEvent) -> None:
         part = event.prefilled if event.WhichOneof("event") == "prefilled" else event.advanced
         if (found := rows(part)) is not None:
-            assert found[0] == len(self.rows), "rows of consecutive positions"
+            assert found[0] == self._num_rows, "rows of consecutive positions"
             self._rows.append(found[1])
+            self._num_rows += len(found[1])
         if isinstance(part, target_pb2.TargetEvent.Prefilled):
             first = part.first_logprob_position
             self.prompt_logprob_positions += range(first, first + len(part.prompt_logprobs))

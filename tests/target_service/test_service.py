@@ -204,3 +204,4 @@ async def test_every_series_is_there_from_the_start_and_counts(target, client, s
     await session.run(PROMPT, **GREEDY)
     assert target.metric("outrider_generation_tokens_total") == before + 40
     assert target.metric("outrider_num_requests_running") == 0
+    assert target.metric("outrider_step_duration_seconds_count") >= 40
