@@ -14,8 +14,9 @@ from draft_service.sequence import DraftSequence, Extend, take_rows
 
 # A step waits for sequences whose rows are on their way, at most this share of the last step's time.
 WAIT_SHARE = 0.15
-# Rows of sequences that want no chain, taken into one step beside those that do.
+# Rows of prompts in one step, and how many rows of one sequence are a prompt's rather than a round's.
 INTAKE_ROWS = 1024
+SHORT_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,16 +151,21 @@ class DraftEngine:
         return deadline if any(overdue <= arrival <= deadline for arrival in expected) else 0.0
 
     def _take_waiting(self) -> list[list[Extend]]:
-        """What waits, by sequence: all that want a chain, and of the others as many rows as fit into a step."""
-        taken, rows = [], 0
+        """What of the waiting commands goes into this step, by sequence.
+
+        Short chains' rows all do. Long intakes share INTAKE_ROWS, so that a prompt does not hold up the others.
+        """
+        taken, room = [], INTAKE_ROWS
         for sequence, extends in list(self._waiting.items()):
-            count = sum(len(extend.token_ids) for extend in extends)
-            if extends[-1].num_draft_tokens == 0:
-                if rows and rows + count > INTAKE_ROWS:
-                    continue
-                rows += count
-            taken.append(extends)
-            del self._waiting[sequence]
+            part = extends
+            if not extends[-1].num_draft_tokens or _num_rows(extends) > SHORT_ROWS:
+                part = _that_fit(extends, room, at_least_one=room == INTAKE_ROWS)
+                room -= _num_rows(part)
+            if part:
+                taken.append(part)
+                self._waiting[sequence] = extends[len(part) :]
+            if not self._waiting[sequence]:
+                del self._waiting[sequence]
         return taken
 
     def _turn(self, extends: list[Extend]) -> Turn | None:
@@ -198,6 +204,21 @@ class DraftEngine:
         self._in_step = []
         if answers:
             self._deliver(answers)
+
+
+def _num_rows(extends: list[Extend]) -> int:
+    return sum(len(extend.token_ids) for extend in extends)
+
+
+def _that_fit(extends: list[Extend], room: int, at_least_one: bool) -> list[Extend]:
+    """The first of the commands, as many as have `room` rows together."""
+    part: list[Extend] = []
+    for extend in extends:
+        room -= len(extend.token_ids)
+        if room < 0 and not (at_least_one and not part):
+            break
+        part.append(extend)
+    return part
 
 
 def _release(extends: list[Extend]) -> None:
