@@ -15,7 +15,7 @@ from functools import cache
 
 import torch
 
-from kernels.native.build import BuildError, build
+from kernels.native.build import BuildError, compiled_library
 
 _log = logging.getLogger(__name__)
 _FORMS = ("auto", "native", "torch")
@@ -39,7 +39,7 @@ def library() -> ctypes.CDLL | None:
     if not _tried:
         _tried = True
         try:
-            _library = _declare(ctypes.CDLL(str(build())))
+            _library = _declare(ctypes.CDLL(str(compiled_library())))
         except (BuildError, OSError) as error:
             if form == "native":
                 raise

@@ -18,7 +18,7 @@ class BuildError(RuntimeError):
     """The kernels cannot be compiled here."""
 
 
-def build() -> Path:
+def compiled_library() -> Path:
     """Returns the shared library, compiling it if the cache folder has none for these sources and this machine."""
     compiler = shutil.which(os.environ.get("CC") or "cc")
     if compiler is None:
