@@ -54,7 +54,7 @@ def trio(
     directory: Path, target: list[str] | None = None, gateway: list[str] | None = None, **model: int
 ) -> Iterator[Trio]:
     """Starts the three on tiny models written to `directory`; `model` goes into the target's config.json."""
-    target_model = write_tiny_llama(directory / "target", **model)
+    target_model = write_tiny_llama(directory / "target", num_hidden_layers=3, **model)
     draft_model = write_tiny_draft(directory / "draft", draft_vocab_size=320, **model)
     with contextlib.ExitStack() as stack:
         started = stack.enter_context(start_target(target_model, *(target or [])))
