@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .draft import Draft
-from .generate import END_TOKENS
 from .target import Target
+from .writer import END_TOKENS
 
 
 @dataclasses.dataclass

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .generate import Conversations
+from .conversations import Conversations
 
 NOBODY = 255  # conversation number of the padding at a row's end
 
@@ -60,8 +60,8 @@ def best_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
 
 
 def pack(conversations: Conversations, length: int, device: torch.device | str, alone: bool = False) -> Packs:
-    """Rows of `length` tokens; each conversation whole, and `alone` in its row if so wished."""
-    sizes = np.diff(conversations.starts)
+    """Rows of `length` tokens; each conversation up to that length, and `alone` in its row if so wished."""
+    sizes = np.minimum(np.diff(conversations.starts), length)
     bins = [[i] for i in range(len(sizes))] if alone else best_fit(sizes, length)
     shape = (len(bins), length)
     tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int16)
@@ -70,7 +70,7 @@ def pack(conversations: Conversations, length: int, device: torch.device | str, 
         at = 0
         for number, item in enumerate(items):
             end = at + sizes[item]
-            tokens[row, at:end] = conversations[item]
+            tokens[row, at:end] = conversations[item][: sizes[item]]
             positions[row, at:end] = np.arange(sizes[item])
             owners[row, at:end] = number
             answers[row, at + conversations.prompts[item] : end] = True

@@ -85,11 +85,15 @@ def fetch(folder: Path) -> Path:
     return path
 
 
-def convert(path: Path, directory: Path) -> None:
-    """Writes the GGUF file at `path` as a Hugging Face checkpoint into the new `directory`, checked."""
+def convert(path: Path, directory: Path, sha256: str = WEIGHTS_SHA256) -> None:
+    """Writes the GGUF file at `path` as a Hugging Face checkpoint into the new `directory`.
+
+    Raises:
+        ValueError: the weights' digest is not `sha256`.
+    """
     reader = gguf.GGUFReader(path)
     tensors = dict(weights(reader, tqdm(reader.tensors, desc="Converting SmolLM2-135M", unit="tensor")))
-    expect_sha256("the converted weights", weights_digest(tensors), WEIGHTS_SHA256)
+    expect_sha256("the converted weights", weights_digest(tensors), sha256)
     directory.mkdir()
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     template = str(metadata(reader, "tokenizer.chat_template"))

@@ -18,17 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import smollm2
+from .conversations import Conversations, load_data
 from .draft import Draft, draft_for
 from .evaluate import Acceptance, chain_acceptance, walk
-from .generate import Chat, Conversations, Writer, write_conversations, write_questions
+from .generate import HERE, Chat, write_data
 from .packing import NOBODY, Packs, pack
 from .target import Target, fused
 
-HERE = Path(__file__).parent
-LENGTH = 512  # tokens of a training row
+TEST_LENGTH = 512  # tokens of a test row
 WARM_STEPS = 3
-SAMPLED = 0.3  # share of the questions that are answered a second time, not greedily
-VALIDATION = 384  # greedy conversations kept out of training
 IGNORED = -1  # label of a token outside the draft's vocabulary
 
 
@@ -43,6 +41,7 @@ class Recipe:
     norm_before_residual: bool = False
     seconds: float = 600.0
     rows: int = 48
+    length: int = 512  # tokens of a row; longer conversations are cut
     chain: int = 5  # training-time-test steps
     optimizer: str = "muon"
     learning_rate: float = 2e-3
@@ -197,49 +196,8 @@ def train(
             seconds = time.perf_counter() - start
             print(f"{seconds:6.1f} s  step {step}  loss {loss.item():.4f}  right {shares}  {figures}", flush=True)
             draft.save(output)
-    print(f"{step} steps of {recipe.rows} x {LENGTH} tokens in {recipe.seconds:.0f} s", flush=True)
+    print(f"{step} steps of {recipe.rows} x {recipe.length} tokens in {recipe.seconds:.0f} s", flush=True)
     draft.save(output)
-
-
-def write_data(target: Target, chat: Chat, output: Path, seconds: float, tiny: bool, held_out: list[str]) -> None:
-    """Saves conversations for training and for tests: rounds of questions and answers until the time is over."""
-    random = np.random.default_rng(0)
-    torch.manual_seed(0)
-    openers = (HERE / "openers.txt").read_text().split("\n")[:-1]
-    writer = Writer(target, 4 if tiny else 3072, 104 if tiny else 320)
-    max_new, count = (40, 12) if tiny else (256, 30_000)
-    start, parts = time.perf_counter(), []
-    prompts = chat.prompts(held_out[:4] if tiny else held_out)
-    zeros = np.zeros(len(prompts))
-    Conversations.join(prompts, writer.write(prompts, zeros, min(160, max_new)), zeros).save(output / "held_out.npz")
-    seen: dict[str, None] = {}
-    while not parts or time.perf_counter() - start < seconds:
-        questions = write_questions(writer, chat, openers, held_out, count, random)
-        questions = [question for question in questions if question not in seen]
-        if not questions:
-            continue
-        seen.update(dict.fromkeys(questions))
-        again = [question for question in questions if random.random() < SAMPLED]
-        temperatures = np.concatenate((np.zeros(len(questions)), random.uniform(0.3, 1.0, len(again))))
-        parts.append(write_conversations(writer, chat, questions + again, temperatures, max_new))
-        parts[-1].save(output / f"conversations-{len(parts)}.npz")
-        print(f"  {len(seen)} questions, {time.perf_counter() - start:.0f} s; e.g. {questions[:3]}", flush=True)
-
-
-def load_data(folder: Path) -> tuple[Conversations, Conversations, Conversations]:
-    """Held-out, validation and training conversations that write_data saved."""
-    parts = [Conversations.load(path) for path in sorted(folder.glob("conversations-*.npz"))]
-    sizes = np.concatenate([np.diff(part.starts) for part in parts])
-    everything = Conversations(
-        np.concatenate([part.tokens for part in parts]),
-        np.cumsum([0, *sizes]),
-        np.concatenate([part.prompts for part in parts]),
-        np.concatenate([part.temperatures for part in parts]),
-    )
-    greedy = np.flatnonzero(everything.temperatures == 0)[: min(VALIDATION, len(sizes) // 4)]
-    known = {everything.prompt(i) for i in greedy}
-    rest = np.array([i for i in range(len(sizes)) if everything.prompt(i) not in known])
-    return Conversations.load(folder / "held_out.npz"), everything.select(greedy), everything.select(rest)
 
 
 def fit(target: Target, chat: Chat, data: Path, recipe: Recipe, output: Path, questions: list[str], tiny: bool) -> None:
@@ -249,7 +207,7 @@ def fit(target: Target, chat: Chat, data: Path, recipe: Recipe, output: Path, qu
     held, validation, rest = load_data(data)
     greedy = rest.select(np.flatnonzero(rest.temperatures == 0))
     vocabulary, covered = vocabulary_of(greedy, recipe.draft_vocab_size, target.vocab_size)
-    packs = {"greedy": pack(greedy, LENGTH, target.device), "all": pack(rest, LENGTH, target.device)}
+    packs = {"greedy": pack(greedy, recipe.length, target.device), "all": pack(rest, recipe.length, target.device)}
     for name, rows in packs.items():
         used = float((rows.owners != NOBODY).float().mean())
         print(f"{name}: {len(rows)} rows, {used:.3f} of them used", flush=True)
@@ -258,8 +216,8 @@ def fit(target: Target, chat: Chat, data: Path, recipe: Recipe, output: Path, qu
     draft = draft_for(target, vocabulary, recipe.intermediate_size, **flags)
     teacher = Teacher(target, draft.vocabulary)
     tests = {
-        "validation": pack(validation, LENGTH, target.device, alone=True),
-        "held-out": pack(held, LENGTH, target.device, alone=True),
+        "validation": pack(validation, TEST_LENGTH, target.device, alone=True),
+        "held-out": pack(held, TEST_LENGTH, target.device, alone=True),
     }
     train(draft, teacher, packs, recipe, tests, output)
     draft = Draft.load(output, target.device)
