@@ -1,6 +1,6 @@
 """Trains the demo's draft: writes conversations with the target, teaches the draft on them, measures it.
 
-python -m deploy.demo.train --output DIR             on one GPU, everything, in about 20 minutes
+python -m deploy.demo.train --output DIR             on one GPU, everything, in about 13 minutes
 python -m deploy.demo.train --output DIR --tiny      on a CPU, to see that it works
 """
 
@@ -39,7 +39,7 @@ class Recipe:
     fc_norm: bool = True
     norm_output: bool = True
     norm_before_residual: bool = False
-    seconds: float = 600.0
+    seconds: float = 510.0
     rows: int = 48
     length: int = 512  # tokens of a row; longer conversations are cut
     chain: int = 5  # training-time-test steps
@@ -233,7 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder for conversations and drafts")
     parser.add_argument("--target", type=Path, help="the target's checkpoint directory; fetched when absent")
-    parser.add_argument("--write", type=float, default=300.0, help="seconds to write conversations; 0 reuses them")
+    parser.add_argument("--write", type=float, default=150.0, help="seconds to write conversations; 0 reuses them")
     parser.add_argument("--recipe", type=json.loads, action="append", help="changes to the recipe; one draft for each")
     parser.add_argument("--tiny", action="store_true", help="almost nothing of everything")
     options = parser.parse_args()
