@@ -73,6 +73,10 @@ class DraftEngine:
         self._answered: dict[DraftSequence, float] = {}
         self._last_step = 0.0
         self._in_step: list[DraftSequence] = []
+        # Asked for when somebody looks: a round has no time for it.
+        metrics.sequences.set_function(lambda: len(self.sequences))
+        metrics.waiting.set_function(lambda: len(self._waiting))
+        metrics.cache_usage.set_function(lambda: self._proposer.cache.allocator.usage)
 
     def apply(self, batches: list[list[Command]]) -> None:
         """Takes commands in, in order. Those of one message come together, so that a step sees all or none."""
@@ -85,9 +89,6 @@ class DraftEngine:
                 self._close(command.sequence)
             else:
                 self._proposer = command.proposer
-        self._metrics.cache_usage.set(self._proposer.cache.allocator.usage)
-        self._metrics.sequences.set(len(self.sequences))
-        self._metrics.waiting.set(len(self._waiting))
 
     def idle_seconds(self) -> float | None:
         """Until a command arrives when nothing waits; else as long as others are worth waiting for."""
@@ -111,7 +112,6 @@ class DraftEngine:
         self._last_step = time.perf_counter() - started
         self._answer(taken, dict(zip((turn.sequence for turn in turns), chains, strict=True)), started)
         self._metrics.step(self._last_step, turns, chains)
-        self._metrics.cache_usage.set(self._proposer.cache.allocator.usage)
 
     def on_failure(self, error: Exception) -> None:
         """Ends the sequences of the step that raised."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from draft_service.cache import DraftCache
@@ -73,24 +74,20 @@ class Proposer:
         self, turns: list[Turn], tables: torch.Tensor, starts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores keys and values of all rows but those that chains begin with: of these, returns g and tokens."""
-        states = _joined([piece for turn in turns for piece in turn.rows.states])
-        token_ids = _joined([piece for turn in turns for piece in turn.rows.token_ids]).to(self.model.device)
-        hidden = self.model.project(states.to(self.model.device, self.model.dtype))
-        num_rows = np.array([turn.rows.count for turn in turns])
-        num_chains = sum(turn.num_tokens > 0 for turn in turns)
-        last = num_rows.cumsum()[:num_chains] - 1
-        others = np.delete(np.arange(len(token_ids)), last)
-        if len(others):
-            num_rows[:num_chains] -= 1
-            sequences = np.arange(len(turns)).repeat(num_rows)
-            # Each sequence's rows end where its chain's first row, or its last row, stands.
-            ends = np.array([turn.rows.first_position for turn in turns]) + num_rows
-            positions = np.arange(len(others)) + (ends - num_rows.cumsum()).repeat(num_rows)
-            rows = Rows(self._tensor(positions), self._tensor(sequences), tables, starts)
-            index = torch.from_numpy(others).to(self.model.device)
-            self.model.take_in(hidden[index], token_ids[index], rows, self.cache.kv)
-        index = torch.from_numpy(last).to(self.model.device)
-        return hidden[index], token_ids[index]
+        pieces = turns[0].rows.pieces if len(turns) == 1 else _chain_rows_last(turns)
+        states = _joined([states for states, _ in pieces]).to(self.model.device, self.model.dtype)
+        tokens = [tokens for _, tokens in pieces]
+        token_ids = torch.from_numpy(tokens[0] if len(tokens) == 1 else np.concatenate(tokens)).to(self.model.device)
+        hidden = self.model.project(states)
+        counts = [turn.rows.count - (turn.num_tokens > 0) for turn in turns]
+        count = sum(counts)
+        if count:
+            firsts = [turn.rows.first_position for turn in turns]
+            positions = [np.arange(first, first + n) for first, n in zip(firsts, counts, strict=True)]
+            sequences = np.arange(len(turns)).repeat(counts)
+            rows = Rows(self._tensor(np.concatenate(positions)), self._tensor(sequences), tables, starts)
+            self.model.take_in(hidden[:count], token_ids[:count], rows, self.cache.kv)
+        return hidden[count:], token_ids[count:]
 
     def _draft(
         self,
@@ -120,6 +117,19 @@ class Proposer:
 
     def _tensor(self, numbers: Sequence[int] | np.ndarray | range) -> torch.Tensor:
         return torch.from_numpy(np.asarray(numbers, dtype=np.int32)).to(self.model.device)
+
+
+def _chain_rows_last(turns: list[Turn]) -> list[tuple[torch.Tensor, npt.NDArray[np.int64]]]:
+    """States and tokens of all turns' rows in order, but the last rows of those that want a chain at the end."""
+    others, last = [], []
+    for turn in turns:
+        pieces = turn.rows.pieces
+        if turn.num_tokens:
+            states, tokens = pieces[-1]
+            pieces = [*pieces[:-1], (states[:-1], tokens[:-1])]
+            last.append((states[-1:], tokens[-1:]))
+        others += pieces
+    return others + last
 
 
 def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:

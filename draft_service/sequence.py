@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from draft_service.choice import ProposalSampling
@@ -36,7 +38,7 @@ class DraftSequence:
 
 @dataclass(eq=False, slots=True)
 class Extend:
-    """Rows for a sequence: states [n, k * Ht] at first_position.., each with the token one position later.
+    """Rows for a sequence: states [n, k * Ht] at first_position.., each with the token one position later (int64 [n]).
 
     `on_read` is called, once, when the states were copied or are not wanted any more.
     """
@@ -44,7 +46,7 @@ class Extend:
     sequence: DraftSequence
     first_position: int
     states: torch.Tensor
-    token_ids: torch.Tensor
+    token_ids: npt.NDArray[np.int64]
     num_draft_tokens: int
     min_confidence: float
     arrived: float
@@ -58,26 +60,25 @@ class Extend:
 
 @dataclass(eq=False, slots=True)
 class NewRows:
-    """Consecutive new rows of one sequence, from first_position on."""
+    """Consecutive new rows of one sequence, from first_position on: states and tokens, in pieces as they came."""
 
     first_position: int
-    states: list[torch.Tensor]
-    token_ids: list[torch.Tensor]
+    pieces: list[tuple[torch.Tensor, npt.NDArray[np.int64]]] = field(default_factory=list)
+    count: int = 0
 
-    @property
-    def count(self) -> int:
-        """How many rows."""
-        return sum(map(len, self.token_ids))
+    def add(self, states: torch.Tensor, token_ids: npt.NDArray[np.int64]) -> None:
+        """Appends rows."""
+        self.pieces.append((states, token_ids))
+        self.count += len(token_ids)
 
     def cut(self, count: int) -> None:
         """Keeps the first `count` rows."""
-        for index, piece in enumerate(self.token_ids):
-            if count < len(piece):
-                self.states[index], self.token_ids[index] = self.states[index][:count], piece[:count]
-            count = max(0, count - len(piece))
-        while self.token_ids and not len(self.token_ids[-1]):
-            self.token_ids.pop()
-            self.states.pop()
+        while self.count > count:
+            states, token_ids = self.pieces.pop()
+            self.count -= len(token_ids)
+            if self.count < count:
+                kept = count - self.count
+                self.add(states[:kept], token_ids[:kept])
 
 
 def take_rows(sequence: DraftSequence, extends: Sequence[Extend], limit: int) -> NewRows:
@@ -86,19 +87,20 @@ def take_rows(sequence: DraftSequence, extends: Sequence[Extend], limit: int) ->
     Rows replace what was held from their position on. Beyond a gap, or before its start, the sequence begins anew
     with the rows. Positions from `limit` on are never held.
     """
-    rows = NewRows(0, [], [])
+    rows = NewRows(0)
     for extend in extends:
         first = extend.first_position
         if sequence.start == sequence.end or not sequence.start <= first <= sequence.end:
             sequence.start = sequence.end = first
-            rows = NewRows(first, [], [])
+            rows = NewRows(first)
         if not rows.count or first < rows.first_position:
-            rows = NewRows(first, [], [])
+            rows = NewRows(first)
         else:
             rows.cut(first - rows.first_position)
         kept = max(0, min(len(extend.token_ids), limit - first))
-        if kept:
-            rows.states.append(extend.states[:kept])
-            rows.token_ids.append(extend.token_ids[:kept])
+        if kept == len(extend.token_ids):
+            rows.add(extend.states, extend.token_ids)
+        elif kept:
+            rows.add(extend.states[:kept], extend.token_ids[:kept])
         sequence.end = first + kept
     return rows

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from draft_service.choice import Chooser, ProposalSampling
@@ -90,11 +91,13 @@ def _checked_states(states: torch.Tensor, rules: CommandRules) -> torch.Tensor:
     return states
 
 
-def _checked_token_ids(command: draft_pb2.DraftCommand.ExtendDraft, num_rows: int, rules: CommandRules) -> torch.Tensor:
+def _checked_token_ids(
+    command: draft_pb2.DraftCommand.ExtendDraft, num_rows: int, rules: CommandRules
+) -> npt.NDArray[np.int64]:
     count = len(command.token_ids)
     if count != num_rows:
         raise InvalidArgument("extend.token_ids", f"expected {num_rows}, one for each row, found {count}")
-    token_ids = torch.from_numpy(np.fromiter(command.token_ids, dtype=np.int64, count=count))
+    token_ids = np.fromiter(command.token_ids, dtype=np.int64, count=count)
     largest = int(token_ids.max())
     if largest >= rules.vocab_size:
         raise InvalidArgument("extend.token_ids", f"expected ids below {rules.vocab_size}, found {largest}")

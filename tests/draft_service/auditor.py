@@ -47,13 +47,13 @@ class Auditor(Proposer):
         return [self._chain(turn, oracle) for turn in turns]
 
     def _chain(self, turn: Turn, oracle: list[list[int]]) -> Chain:
-        rows, tokens = turn.rows, torch.cat(turn.rows.token_ids).tolist()
+        rows, tokens = turn.rows, [int(token) for _, ids in turn.rows.pieces for token in ids]
         known = self.known.setdefault(turn.sequence, {})
         record = {
             "sequence": self.serials.setdefault(turn.sequence, len(self.serials)),
             "first_position": rows.first_position,
             "token_ids": tokens,
-            "states": torch.cat(rows.states),
+            "states": torch.cat([states for states, _ in rows.pieces]),
         }
         # The name appears at once, with all of the content.
         part = self.folder / "part"

@@ -5,9 +5,9 @@ import contextlib
 import json
 import random
 
-import pytest
 import torch
 
+from kernels import native
 from outrider.channels import connect
 from outrider.v1 import gateway_pb2, gateway_pb2_grpc
 from target_service.models import ForwardBatch, load_model
@@ -17,58 +17,75 @@ from tests.processes import Service
 
 ANY = ("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0")
 BOUNDARIES = (1, 2, 3)
-PROMPTS = (3, 150, 40, 90, 64, 17)
-NEW_TOKENS = 30
 
 
-@pytest.mark.parametrize(
-    ("write_target", "flags", "stall"),
-    [
-        # Chunks of 16 rows; and a cache for two of the six sequences, so that some are preempted and opened again.
-        (write_tiny_llama, ("--step-tokens", "16", "--max-sequence-length", "256", "--kv-cache", "400KiB"), 0),
-        # Rows inline, bfloat16, past the sliding window; and a draft that stalls, so that there are gaps.
-        (write_tiny_gpt_oss, ("--step-tokens", "32", "--shared-memory", "0"), 40),
-    ],
-    ids=["llama, shared memory, preemption", "gpt-oss, inline, gaps"],
-)
-def test_every_row_and_token_is_the_targets(tmp_path, write_target, flags, stall):
-    target_directory = write_target(tmp_path / "target")
-    draft_directory = write_tiny_draft(tmp_path / "draft")
-    audit = tmp_path / "audit"
-    audit.mkdir()
-    environment = {"OUTRIDER_AUDIT": str(audit), "OUTRIDER_AUDIT_STALL": str(stall)}
+def test_rows_through_shared_memory_chunks_rejections_and_preemption(tmp_path):
+    # Chunks of 16 rows. Every sequence outgrows its pages, and the cache of 6 pages is full once all are admitted.
+    flags = ("--step-tokens", "16", "--max-sequence-length", "256", "--kv-cache", "400KiB")
+    with services(tmp_path, write_tiny_llama, flags) as (target, draft, gateway):
+        prompts = random_prompts(60, 125, 50, 120, 3)
+        sequences, usages = generate_audited(tmp_path, gateway, prompts, new_tokens=40, chains=(5, 3))
+        assert target.metric("outrider_num_preemptions_total") > 0
+        assert draft.metric("outrider_hidden_state_bytes_total", transport="shared_memory") > 0
+    # Chains ended at every place.
+    histograms = ([*usage.acceptance_histogram, 0, 0, 0, 0] for usage in usages)
+    assert all(sum(counts) for counts in list(zip(*histograms, strict=False))[:4])
+    _, seen = audit_records(tmp_path, sequences)
+    # Every position came, but for the last few: what the last round emitted comes no more.
+    for sequence, positions in zip(sequences, seen, strict=True):
+        assert positions >= set(range(len(sequence) - 7)), (len(sequence), sorted(positions)[-1:])
+
+
+def test_rows_inline_past_the_window_and_beyond_gaps(tmp_path):
+    # bfloat16, and the PyTorch form, whose slower steps last longer than a draft's stall of more than a second: the
+    # gateway then opens its sequences anew in mid-answer.
+    flags = ("--step-tokens", "32", "--shared-memory", "0")
+    with services(tmp_path, write_tiny_gpt_oss, flags, stall=40, form="torch") as (_, draft, gateway):
+        prompts = random_prompts(150, 40)
+        sequences, _ = generate_audited(tmp_path, gateway, prompts, new_tokens=500, chains=(5,))
+        assert draft.metric("outrider_hidden_state_bytes_total", transport="inline") > 0
+    with native.form("torch"):
+        starts, seen = audit_records(tmp_path, sequences)
+    assert any(start > len(prompts[0]) for start in starts), starts
+    for prompt, positions in zip(prompts, seen, strict=True):
+        assert positions >= set(range(len(prompt)))
+
+
+@contextlib.contextmanager
+def services(folder, write_target, flags, stall=0, form="auto"):
+    """Target, auditing draft and gateway."""
+    (folder / "audit").mkdir()
+    environment = {
+        "OUTRIDER_AUDIT": str(folder / "audit"),
+        "OUTRIDER_AUDIT_STALL": str(stall),
+        "OUTRIDER_KERNELS": form,
+    }
     with contextlib.ExitStack() as stack:
-        target = stack.enter_context(Service("target_service", *ANY, "--model", target_directory, *flags))
-        draft_flags = ("--model", draft_directory, "--target", target.address)
+        model = write_target(folder / "target")
+        target = stack.enter_context(Service("target_service", *ANY, "--model", model, *flags, environment=environment))
+        draft_flags = ("--model", write_tiny_draft(folder / "draft"), "--target", target.address)
         draft = stack.enter_context(Service("tests.draft_service.auditor", *ANY, *draft_flags, environment=environment))
         gateway = stack.enter_context(Service("gateway", *ANY, "--pair", f"{target.address}={draft.address}"))
-        generator = random.Random(0)
-        prompts = [[generator.randrange(2, 320) for _ in range(length)] for length in PROMPTS]
-        plain = asyncio.run(generate_all(gateway.address, prompts, chain=0))
-        sequences = [prompt + answer for prompt, (answer, _) in zip(prompts, plain, strict=True)]
-        (audit / "oracle.json").write_text(json.dumps(sequences))
-        for chain in (5, 3):
-            answers = asyncio.run(generate_all(gateway.address, prompts, chain))
-            assert [answer for answer, _ in answers] == [answer for answer, _ in plain]
-        # Chains ended at every place.
-        histogram = [
-            sum(counts) for counts in zip(*(pad(usage.acceptance_histogram) for _, usage in answers), strict=True)
-        ]
-        assert all(histogram[:4]), histogram
-        if "--kv-cache" in flags:
-            assert target.metric("outrider_num_preemptions_total") > 0
-        transport = "inline" if "--shared-memory" in flags else "shared_memory"
-        assert draft.metric("outrider_hidden_state_bytes_total", transport=transport) > 0
-    starts = audit_records(audit, load_model(target_directory), sequences)
-    if stall:
-        assert any(start > 0 for start in starts), starts
+        yield target, draft, gateway
 
 
-def pad(histogram):
-    return [*histogram, *[0] * (8 - len(histogram))]
+def random_prompts(*lengths):
+    generator = random.Random(0)
+    return [[generator.randrange(2, 320) for _ in range(length)] for length in lengths]
 
 
-async def generate_all(address, prompts, chain):
+def generate_audited(folder, gateway, prompts, new_tokens, chains):
+    """All prompts at once without a draft, then with: the whole sequences, and the last usages."""
+    plain = asyncio.run(generate_all(gateway.address, prompts, new_tokens, chain=0))
+    sequences = [prompt + answer for prompt, (answer, _) in zip(prompts, plain, strict=True)]
+    (folder / "audit" / "oracle.json").write_text(json.dumps(sequences))
+    for chain in chains:
+        answers = asyncio.run(generate_all(gateway.address, prompts, new_tokens, chain))
+        assert [answer for answer, _ in answers] == [answer for answer, _ in plain]
+    return sequences, [usage for _, usage in answers]
+
+
+async def generate_all(address, prompts, new_tokens, chain):
     """All prompts at once: their tokens and usages."""
     async with connect(address) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
@@ -77,7 +94,7 @@ async def generate_all(address, prompts, chain):
             request = gateway_pb2.GenerateRequest(
                 token_ids={"token_ids": prompt},
                 sampling={"temperature": 0},
-                max_new_tokens=NEW_TOKENS,
+                max_new_tokens=new_tokens,
                 ignore_eos=True,
                 speculation={"max_draft_tokens": chain},
             )
@@ -90,12 +107,13 @@ async def generate_all(address, prompts, chain):
         return await asyncio.gather(*map(generate, prompts))
 
 
-def audit_records(audit, model, sequences):
-    """Checks every record; returns where the draft's sequences began."""
+def audit_records(folder, sequences):
+    """Checks every record; returns where the draft's sequences began, and the positions that came of each sequence."""
+    model = load_model(folder / "target")
     expected = [recomputed(model, tokens) for tokens in sequences]
     held: dict[int, range] = {}
-    starts, seen = [], set()
-    for path in sorted(audit.glob("*.pt")):
+    starts, seen = [], [set() for _ in sequences]
+    for path in sorted((folder / "audit").glob("*.pt")):
         record = torch.load(path)
         first, tokens, states = record["first_position"], record["token_ids"], record["states"]
         found = [
@@ -111,12 +129,9 @@ def audit_records(audit, model, sequences):
             starts.append(first)
             positions = range(first, first)
         held[record["sequence"]] = range(positions.start, first + len(tokens))
-        seen |= {(found[0], position) for position in range(first, first + len(tokens))}
-    # Every position came at least once, but for the last few: what the last round emitted comes no more.
-    for index, sequence in enumerate(sequences):
-        came = {position for found, position in seen if found == index}
-        assert came >= set(range(len(sequence) - 7)), (index, len(sequence), sorted(came)[-1:])
-    return starts
+        seen[found[0]] |= set(range(first, first + len(tokens)))
+    assert starts
+    return starts, seen
 
 
 def recomputed(model, tokens):

@@ -119,7 +119,7 @@ def test_rows_taken_in_are_those_of_a_naive_record(pieces, together, limit):
     for index, (first, count) in enumerate(pieces):
         rows = torch.arange(serial, serial + count)
         serial += count
-        group.append(Extend(sequence, first, rows[:, None].float(), rows, 0, 0.0, 0.0))
+        group.append(Extend(sequence, first, rows[:, None].float(), rows.numpy(), 0, 0.0, 0.0))
         held = record.keys()
         if not held or not min(held) <= first <= max(held) + 1:
             record = {}
@@ -128,8 +128,8 @@ def test_rows_taken_in_are_those_of_a_naive_record(pieces, together, limit):
         if together[index % len(together)] and index < len(pieces) - 1:
             continue
         taken = take_rows(sequence, group, limit)
-        ids = torch.cat(taken.token_ids).tolist() if taken.token_ids else []
-        assert [int(x) for piece in taken.states for x in piece[:, 0]] == ids
+        ids = [int(token) for _, tokens in taken.pieces for token in tokens]
+        assert [int(state) for states, _ in taken.pieces for state in states[:, 0]] == ids and len(ids) == taken.count
         cache |= {taken.first_position + i: row for i, row in enumerate(ids)}
         group = []
     assert {position: cache[position] for position in range(sequence.start, sequence.end)} == record
