@@ -57,8 +57,8 @@ class Chooser:
         after bias and temperature (1 where greedy), without the noise. `logits` may be changed.
         """
         if all(sampling.plain for sampling in samplings):
-            best, chosen = logits.max(dim=1)
-            return chosen, (best - logits.logsumexp(dim=1)).exp()
+            chosen = logits.argmax(dim=1)
+            return chosen, _probabilities(logits, chosen)
         for row, sampling in zip(logits, samplings, strict=True):
             if sampling.bias is not None:
                 row.index_add_(0, *sampling.bias)
@@ -66,8 +66,7 @@ class Chooser:
                 # From the largest down: a tiny temperature then gives -inf, never nan.
                 row.sub_(row.max()).div_(sampling.temperature)
         chosen = self._with_noise(logits, samplings, positions).argmax(dim=1)
-        log_probabilities = logits.gather(1, chosen[:, None])[:, 0] - logits.logsumexp(dim=1)
-        return chosen, log_probabilities.exp()
+        return chosen, _probabilities(logits, chosen)
 
     def _with_noise(
         self, logits: torch.Tensor, samplings: Sequence[ProposalSampling], positions: Sequence[int]
@@ -80,3 +79,7 @@ class Chooser:
             if sampling.noisy and sampling.seed is not None:
                 row += self._noise(sampling.seed, position).to(self._device)
         return scores
+
+
+def _probabilities(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    return logits.softmax(dim=1).gather(1, chosen[:, None])[:, 0]

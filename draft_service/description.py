@@ -84,47 +84,30 @@ class DraftDescription:
 def describe_flat(config: Mapping[str, Any], layout: str, faults: Faults) -> DraftDescription | None:
     """Reads a flat config (a Llama config with `eagle_config` inside). None, with faults, where it says too little."""
     read = _Reader(config, faults)
-    sizes = {
-        key: read.size(key)
-        for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
-    }
-    eps = read.number("rms_norm_eps", None)
-    _check_layer_kind(config, faults)
+    hidden, heads, vocab = read.size("hidden_size"), read.size("num_attention_heads"), read.size("vocab_size")
+    intermediate, kv_heads = read.size("intermediate_size"), read.size("num_key_value_heads")
+    eps = read.number("rms_norm_eps")
     layer_ids = read.layer_ids()
+    _check_layer_kind(config, faults)
     _warn_of_unread(read.nested)
-    if any(size is None for size in sizes.values()) or eps is None:
+    if not (hidden and heads and vocab and intermediate and kv_heads and eps):
         return None
-    hidden, heads, vocab = sizes["hidden_size"], sizes["num_attention_heads"], sizes["vocab_size"]
-    assert hidden and heads and vocab
-    head_dim = read.size("head_dim", hidden // heads)
-    if config.get("head_dim") is None and hidden % heads:
-        faults.add(f"head_dim: missing, and hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-    if heads % (sizes["num_key_value_heads"] or 1):
-        faults.add(f"num_key_value_heads: {sizes['num_key_value_heads']} does not divide num_attention_heads {heads}")
-    draft_vocab = read.size("draft_vocab_size", vocab)
-    if draft_vocab and draft_vocab > vocab:
-        faults.add(f"draft_vocab_size: {draft_vocab} is larger than vocab_size {vocab}")
-    num_aux = read.size("num_aux_hidden_states", len(layer_ids) if layer_ids else 3)
-    if layer_ids and num_aux != len(layer_ids):
-        faults.add(f"num_aux_hidden_states: {num_aux}, but there are {len(layer_ids)} layer ids {list(layer_ids)}")
-    if read.flag("fc_norm") and read.flag("norm_before_fc", "norm_before_fc"):
-        faults.add("fc_norm and norm_before_fc are both true: engines disagree on what that means")
+    head_dim = read.size("head_dim", hidden // heads) or 0
     rope = {key: config[key] for key in _ROPE_KEYS if config.get(key) is not None} | {"head_dim": head_dim}
-    _check_rope(rope, faults)
-    return DraftDescription(
+    description = DraftDescription(
         layout=layout,
-        architecture=(config.get("architectures") or ["unnamed"])[0],
+        architecture=config["architectures"][0],
         hidden_size=hidden,
-        intermediate_size=sizes["intermediate_size"] or 0,
+        intermediate_size=intermediate,
         num_attention_heads=heads,
-        num_key_value_heads=sizes["num_key_value_heads"] or 0,
-        head_dim=head_dim or 0,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
         num_hidden_layers=read.size("num_hidden_layers", 1) or 1,
         rms_norm_eps=eps,
         vocab_size=vocab,
-        draft_vocab_size=draft_vocab or vocab,
+        draft_vocab_size=read.size("draft_vocab_size", vocab) or vocab,
         target_hidden_size=read.size("target_hidden_size", hidden) or hidden,
-        num_aux=num_aux or 0,
+        num_aux=read.size("num_aux_hidden_states", len(layer_ids) if layer_ids else 3) or 0,
         layer_ids=layer_ids,
         norm_before_fc=read.flag("norm_before_fc", "norm_before_fc"),
         fc_norm=read.flag("fc_norm"),
@@ -134,8 +117,11 @@ def describe_flat(config: Mapping[str, Any], layout: str, faults: Faults) -> Dra
         mlp_bias=read.flag("mlp_bias"),
         logit_scale=read.number("logit_scale", 1.0) or 1.0,
         rope=rope,
-        max_position_embeddings=read.size("max_position_embeddings", None, optional=True),
+        max_position_embeddings=read.size("max_position_embeddings", optional=True),
     )
+    _check_sizes(description, config, faults)
+    _check_rope(rope, faults)
+    return description
 
 
 class _Reader:
@@ -160,7 +146,7 @@ class _Reader:
             return default
         return value
 
-    def number(self, key: str, default: float | None) -> float | None:
+    def number(self, key: str, default: float | None = None) -> float | None:
         """A positive number; a missing one without a default is a fault."""
         value = self.config.get(key)
         if value is None:
@@ -208,6 +194,22 @@ def _check_layer_kind(config: Mapping[str, Any], faults: Faults) -> None:
         faults.add(f"layer_types {sorted(kinds)}: not supported, expected full_attention")
     if config.get("tie_word_embeddings"):
         faults.add("tie_word_embeddings true: not supported, the draft's head is its own or the target's")
+
+
+def _check_sizes(draft: DraftDescription, config: Mapping[str, Any], faults: Faults) -> None:
+    """Faults for sizes and flags that contradict each other."""
+    hidden, heads, kv_heads = draft.hidden_size, draft.num_attention_heads, draft.num_key_value_heads
+    if config.get("head_dim") is None and hidden % heads:
+        faults.add(f"head_dim: missing, and hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    if heads % kv_heads:
+        faults.add(f"num_key_value_heads: {kv_heads} does not divide num_attention_heads {heads}")
+    if draft.draft_vocab_size > draft.vocab_size:
+        faults.add(f"draft_vocab_size: {draft.draft_vocab_size} is larger than vocab_size {draft.vocab_size}")
+    if draft.layer_ids and draft.num_aux != len(draft.layer_ids):
+        ids = list(draft.layer_ids)
+        faults.add(f"num_aux_hidden_states: {draft.num_aux}, but there are {len(ids)} layer ids {ids}")
+    if draft.fc_norm and draft.norm_before_fc:
+        faults.add("fc_norm and norm_before_fc are both true: engines disagree on what that means")
 
 
 def _check_rope(rope: dict[str, Any], faults: Faults) -> None:

@@ -252,6 +252,7 @@ def test_boundaries_that_cannot_be_are_faults(ids, num_layers, override, part):
 def description(ids):
     sizes = dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"), 64)
     config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
         **sizes,
         "vocab_size": 320,
         "rms_norm_eps": 1e-5,
