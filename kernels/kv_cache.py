@@ -7,6 +7,9 @@ values with the head's dimension innermost; attention then reads both as they ar
 
 from __future__ import annotations
 
+import math
+import mmap
+
 import torch
 
 from kernels.native import structs
@@ -41,8 +44,8 @@ class KVCache:
         self.num_pages = num_pages
         self.layers = [
             LayerCache(
-                torch.zeros(num_pages, num_kv_heads, head_dim, PAGE_SIZE, dtype=dtype, device=device),
-                torch.zeros(num_pages, num_kv_heads, PAGE_SIZE, head_dim, dtype=dtype, device=device),
+                _zeros((num_pages, num_kv_heads, head_dim, PAGE_SIZE), dtype, torch.device(device)),
+                _zeros((num_pages, num_kv_heads, PAGE_SIZE, head_dim), dtype, torch.device(device)),
             )
             for _ in range(num_layers)
         ]
@@ -55,6 +58,14 @@ class KVCache:
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """Stores k and v, [T, nkv, d], at slots[T] (see `slots_of`)."""
         write_kv(self.layers[layer], k, v, slots)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros. In main memory a page takes room only once it is written: torch.zeros would touch the whole cache."""
+    if device.type != "cpu" or 0 in shape:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def slots_of(page_tables: torch.Tensor, row_sequence: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
