@@ -145,7 +145,7 @@ def _all_unsure(turns: list[Turn], drafted: list[tuple[torch.Tensor, torch.Tenso
 
 
 def _read_chains(turns: list[Turn], drafted: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Chain]:
-    """Brings the drafted tokens over in one copy and cuts each chain where its confidence falls too low."""
+    """Brings the drafted tokens over, once all are drafted, and cuts each chain where its confidence falls too low."""
     token_rows = [tokens.tolist() for tokens, _ in drafted]
     probability_rows = [probabilities.tolist() for _, probabilities in drafted]
     chains = []
