@@ -22,7 +22,7 @@ def named(document: Path) -> str:
     return str(document.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
+@pytest.mark.parametrize("document", [*DOCUMENTS, *(ROOT / "deploy").rglob("*.md")], ids=named)
 def test_links_lead_somewhere(document: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text())
     missing = [link for link in links if "://" not in link and not (document.parent / link).exists()]
