@@ -7,27 +7,46 @@
 
 #include "common.h"
 
+// The widest vectors: sixteen floats with AVX-512, else eight. A build for tests may ask for the others.
+#ifndef OUTRIDER_WIDE
 #if HAVE_AVX2 && defined(__AVX512F__)
-enum { WIDE = 16 };
-typedef __m512 wide;
-#define wide_zero() _mm512_setzero_ps()
-#define wide_set(a) _mm512_set1_ps(a)
-#define wide_store(p, v) _mm512_storeu_ps(p, v)
-#define wide_fma(a, b, c) _mm512_fmadd_ps(a, b, c)
-#define wide_load(p) _mm512_loadu_ps(p)
-#define wide_even(p) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))
-#define wide_odd(p) _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32((int)0xffff0000)))
+#define OUTRIDER_WIDE 16
 #else
-enum { WIDE = VECTOR };
-typedef v8 wide;
-#define wide_zero() v8_set(0.0f)
-#define wide_set(a) v8_set(a)
-#define wide_store(p, v) v8_store(p, v)
-#define wide_fma(a, b, c) v8_fma(a, b, c)
-#define wide_load(p) v8_load(p)
-#define wide_even(p) bf16_even(p)
-#define wide_odd(p) bf16_odd(p)
+#define OUTRIDER_WIDE 8
 #endif
+#endif
+enum { WIDE = OUTRIDER_WIDE };
+typedef float wide __attribute__((vector_size(4 * OUTRIDER_WIDE)));
+typedef uint32_t wide_bits __attribute__((vector_size(4 * OUTRIDER_WIDE)));
+
+INLINE wide wide_set(float a) { return a - (wide){0}; }
+
+INLINE wide wide_load(const float *p) {
+    wide v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+INLINE void wide_store(float *p, wide v) { memcpy(p, &v, sizeof v); }
+
+INLINE wide_bits wide_pairs(const bf16 *p) {
+    wide_bits v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+INLINE wide wide_even(const bf16 *p) { return (wide)(wide_pairs(p) << 16); }
+INLINE wide wide_odd(const bf16 *p) { return (wide)(wide_pairs(p) & 0xffff0000u); }
+
+INLINE wide wide_fma(wide a, wide b, wide c) {
+#if OUTRIDER_WIDE == 8
+    return v8_fma(a, b, c);
+#elif HAVE_AVX2 && defined(__AVX512F__)
+    return (wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return a * b + c;
+#endif
+}
 
 enum { PANEL = 2 * WIDE, MAX_TILE_ROWS = 6, MAX_TILE_PANELS = 4, ROW_BLOCK_FLOATS = 48 * 1024 };
 
@@ -65,7 +84,7 @@ typedef struct {
 #define EACH_PANEL_2(F, ...) EACH_PANEL_1(F, __VA_ARGS__) F(1, __VA_ARGS__)
 #define EACH_PANEL_4(F, ...) EACH_PANEL_2(F, __VA_ARGS__) F(2, __VA_ARGS__) F(3, __VA_ARGS__)
 
-#define DECLARE(M, P) wide r##P##_##M##_0 = wide_zero(), r##P##_##M##_1 = wide_zero();
+#define DECLARE(M, P) wide r##P##_##M##_0 = {0}, r##P##_##M##_1 = {0};
 #define STEP(M, P, ODD)                                          \
     {                                                            \
         wide b = wide_set(x[M * inputs + k + ODD]);              \

@@ -14,6 +14,14 @@ from kernels.native.build import BuildError, compiled_library
 from tests.kernels.test_attention import Scene
 
 
+@pytest.fixture(autouse=True)
+def environment():
+    """The environment is read once in a process; here, once a test and change."""
+    native._requested.cache_clear()
+    yield
+    native._requested.cache_clear()
+
+
 @pytest.fixture
 def untried(monkeypatch):
     """As in a new process: nothing was compiled or loaded yet."""
@@ -45,11 +53,13 @@ def test_demanded_kernels_that_cannot_be_built(untried, monkeypatch):
             native.library()
 
 
-def test_the_switch(monkeypatch):
-    monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
-    assert native.library() is None
-    monkeypatch.setenv("OUTRIDER_KERNELS", "native")
-    assert native.library() is not None
+@pytest.mark.parametrize(("value", "is_native"), [("torch", False), ("native", True), ("auto", True)])
+def test_the_switch(monkeypatch, value, is_native):
+    monkeypatch.setenv("OUTRIDER_KERNELS", value)
+    assert (native.library() is not None) == is_native
+
+
+def test_an_unknown_form_is_refused(monkeypatch):
     monkeypatch.setenv("OUTRIDER_KERNELS", "fast")
     with pytest.raises(ValueError, match="OUTRIDER_KERNELS: expected one of auto, native, torch, found 'fast'"):
         native.library()
@@ -64,11 +74,11 @@ def test_threads_are_shared_with_pytorch():
 
 @pytest.fixture(scope="module")
 def portable(tmp_path_factory):
-    """The kernels without this processor's vector instructions, built in a folder of their own."""
+    """The kernels without this processor's vector instructions, with panels as on one that has sixteen lanes."""
     folder = tmp_path_factory.mktemp("portable")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
-        patch.setattr(build, "_FLAGS", (*build._FLAGS, "-DOUTRIDER_PORTABLE", "-Wno-psabi"))
+        patch.setattr(build, "_FLAGS", (*build._FLAGS, "-DOUTRIDER_PORTABLE", "-DOUTRIDER_WIDE=16", "-Wno-psabi"))
         path = compiled_library()
         stamp = path.stat().st_mtime_ns
         assert compiled_library() == path, "the second time it is found, not built"
@@ -87,6 +97,7 @@ def test_portable_form(portable, monkeypatch, dtype):
     generator = torch.Generator().manual_seed(0)
     weight, x = torch.randn(40, 64, generator=generator).to(dtype), torch.randn(9, 64, generator=generator).to(dtype)
     packed = pack_weight(weight)
+    assert packed.weight.numel() == 64 * 64, "two panels of 32 outputs"
     whole = linear(x, packed, out_dtype=torch.float32)
     torch.testing.assert_close(whole.double(), x.double() @ weight.double().T, rtol=0, atol=1e-4)
     for count in range(1, 9):
