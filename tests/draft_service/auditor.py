@@ -2,7 +2,7 @@
 
 `python -m tests.draft_service.auditor` takes the flags of the draft service. The folder OUTRIDER_AUDIT holds
 `oracle.json`, full token sequences; each step's rows are saved beside it. Of a chain of K tokens in round r the first
-r % (K + 1) are what the oracle says comes next, the others are wrong. Every OUTRIDER_AUDIT_STALL steps, where it is
+r % (K + 1) are what the oracle says comes next, the others are wrong. In step OUTRIDER_AUDIT_STALL, where it is
 set, it stalls for so long that the gateway gives its sequences up and opens them anew, beyond a gap.
 """
 
@@ -28,10 +28,10 @@ STALL_SECONDS = 1.6
 class Auditor(Proposer):
     """Records rows, proposes from the oracle. `sequence_serials` tells sequences of all sessions apart."""
 
-    def __init__(self, proposer: Proposer, folder: Path, stall_every: int) -> None:
+    def __init__(self, proposer: Proposer, folder: Path, stall_in: int) -> None:
         super().__init__(proposer.model, proposer.cache, proposer.limits)
         self.folder = folder
-        self.stall_every = stall_every
+        self.stall_in = stall_in
         self.known: dict[DraftSequence, dict[int, int]] = {}
         self.serials: dict[DraftSequence, int] = {}
         self.records = itertools.count()
@@ -41,7 +41,7 @@ class Auditor(Proposer):
     def step(self, turns: Sequence[Turn]) -> list[Chain]:
         """Records the rows of all turns and proposes."""
         self.steps += 1
-        if self.stall_every and self.steps % self.stall_every == 0:
+        if self.steps == self.stall_in:
             time.sleep(STALL_SECONDS)
         oracle = json.loads((self.folder / "oracle.json").read_text())
         return [self._chain(turn, oracle) for turn in turns]

@@ -40,9 +40,9 @@ def test_rows_inline_past_the_window_and_beyond_gaps(tmp_path):
     # bfloat16, and the PyTorch form, whose slower steps last longer than a draft's stall of more than a second: the
     # gateway then opens its sequences anew in mid-answer.
     flags = ("--step-tokens", "32", "--shared-memory", "0")
-    with services(tmp_path, write_tiny_gpt_oss, flags, stall=40, form="torch") as (_, draft, gateway):
+    with services(tmp_path, write_tiny_gpt_oss, flags, stall=20, form="torch") as (_, draft, gateway):
         prompts = random_prompts(150, 40)
-        sequences, _ = generate_audited(tmp_path, gateway, prompts, new_tokens=500, chains=(5,))
+        sequences, _ = generate_audited(tmp_path, gateway, prompts, new_tokens=300, chains=(5,))
         assert draft.metric("outrider_hidden_state_bytes_total", transport="inline") > 0
     with native.form("torch"):
         starts, seen = audit_records(tmp_path, sequences)
