@@ -62,10 +62,10 @@ def describe(answers: Answers) -> list[str]:
     ]
 
 
-async def serve_and_compare(target: Path, draft: Path, *question: str | int) -> Answers:
+async def serve_and_compare(options: PairOptions, question: str, draft_tokens: int, max_new_tokens: int) -> Answers:
     """Starts all three services on the pair, asks, and stops them."""
-    async with Pair(PairOptions(target, draft)) as pair:
-        return await compare(pair.address, *question)
+    async with Pair(options) as pair:
+        return await compare(pair.address, question, draft_tokens, max_new_tokens)
 
 
 def main(
@@ -77,8 +77,8 @@ def main(
 ) -> None:
     """Serve the demo pair and answer QUESTION with and without speculation; fails if the answers differ."""
     try:
-        served = target or checkpoint()
-        answers = client.run(serve_and_compare(served, draft, question, draft_tokens, max_new_tokens))
+        options = PairOptions(target or checkpoint(), draft)
+        answers = client.run(serve_and_compare(options, question, draft_tokens, max_new_tokens))
     except ServiceFailed as failed:
         print(f"demo: {failed}", file=sys.stderr)
         raise typer.Exit(failed.exit_code) from None

@@ -209,8 +209,12 @@ class Draft(nn.Module):
             yield normed
             hidden = normed if self.config.norm_output else output
 
-    def save(self, directory: Path) -> None:
-        """Writes config.json and model.safetensors in bfloat16."""
+    def save(self, directory: Path, part_bytes: int = 0) -> None:
+        """Writes config.json and model.safetensors in bfloat16.
+
+        With part_bytes also model.safetensors.part-00, -01, ..., which joined are the weights again: for machines that
+        hand back only small files.
+        """
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {
             name: tensor.detach().cpu().to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).contiguous()
@@ -218,6 +222,11 @@ class Draft(nn.Module):
         }
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         (directory / "config.json").write_text(json.dumps(self.config.to_json(), indent=2) + "\n")
+        if part_bytes:
+            content = (directory / "model.safetensors").read_bytes()
+            for number, first in enumerate(range(0, len(content), part_bytes)):
+                part = directory / f"model.safetensors.part-{number:02d}"
+                part.write_bytes(content[first : first + part_bytes])
 
     @classmethod
     def load(cls, directory: Path, device: torch.device | str) -> "Draft":

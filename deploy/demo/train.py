@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,8 @@ from .target import Target, fused
 TEST_LENGTH = 512  # tokens of a test row
 WARM_STEPS = 3
 IGNORED = -1  # label of a token outside the draft's vocabulary
+
+Save = Callable[[Draft], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +127,11 @@ def optimizers(draft: Draft, recipe: Recipe) -> list[torch.optim.Optimizer]:
     return [muon, torch.optim.AdamW(others, rate, (0.9, 0.95), weight_decay=decay, foreach=True)]
 
 
+def mixed_precision(device: torch.device) -> torch.autocast:
+    """bfloat16 products on a GPU, float32 elsewhere."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
 def schedule(progress: float, warmup: float) -> float:
     """Learning-rate factor: linear warm-up, then a cosine to zero."""
     if progress < warmup:
@@ -146,7 +153,7 @@ def measure(draft: Draft, teacher: Teacher, packs: Packs, batch: int, chain: int
     for first in range(0, len(packs), batch):
         index = torch.arange(first, first + batch, device=packs.tokens.device) % len(packs)  # one shape
         right, steps = None, []
-        with torch.no_grad(), torch.autocast(packs.tokens.device.type, torch.bfloat16):
+        with torch.no_grad(), mixed_precision(packs.tokens.device):
             for logits, _, labels, counts in chain_steps(draft, teacher, packs.rows(index), chain):
                 hit = counts & (logits.float().argmax(-1) == labels)
                 right = hit if right is None else right & hit
@@ -156,9 +163,9 @@ def measure(draft: Draft, teacher: Teacher, packs: Packs, batch: int, chain: int
 
 
 def train(
-    draft: Draft, teacher: Teacher, packs: dict[str, Packs], recipe: Recipe, tests: dict[str, Packs], output: Path
+    draft: Draft, teacher: Teacher, packs: dict[str, Packs], recipe: Recipe, tests: dict[str, Packs], save: Save
 ) -> None:
-    """Trains for the recipe's seconds, printing the acceptance on the tests now and then; saves the draft.
+    """Trains for the recipe's seconds; now and then, and at the end, saves and prints the acceptance on the tests.
 
     The first part of the time goes over all conversations, the rest over the greedy ones.
     """
@@ -175,7 +182,7 @@ def train(
             pool = due
             order = list(torch.randperm(len(pool), device=device).split(recipe.rows))
             order = [index for index in order if len(index) == recipe.rows]
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with mixed_precision(device):
             loss, right = chain_loss(draft, teacher, pool.rows(order.pop()), recipe)
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
@@ -195,37 +202,45 @@ def train(
             shares = " ".join(f"{share:.3f}" for share in right.tolist())
             seconds = time.perf_counter() - start
             print(f"{seconds:6.1f} s  step {step}  loss {loss.item():.4f}  right {shares}  {figures}", flush=True)
-            draft.save(output)
+            save(draft)
     print(f"{step} steps of {recipe.rows} x {recipe.length} tokens in {recipe.seconds:.0f} s", flush=True)
-    draft.save(output)
+    save(draft)
 
 
-def fit(target: Target, chat: Chat, data: Path, recipe: Recipe, output: Path, questions: list[str], tiny: bool) -> None:
-    """Trains one draft on the saved conversations and measures what was saved."""
+def fit(target: Target, chat: Chat, recipe: Recipe, output: Path, options: argparse.Namespace) -> None:
+    """Trains one draft on the conversations of options.output and measures what was saved."""
     print(recipe, flush=True)
     torch.manual_seed(0)
-    held, validation, rest = load_data(data)
+    held, validation, rest = load_data(options.output)
     greedy = rest.select(np.flatnonzero(rest.temperatures == 0))
-    vocabulary, covered = vocabulary_of(greedy, recipe.draft_vocab_size, target.vocab_size)
     packs = {"greedy": pack(greedy, recipe.length, target.device), "all": pack(rest, recipe.length, target.device)}
     for name, rows in packs.items():
         used = float((rows.owners != NOBODY).float().mean())
         print(f"{name}: {len(rows)} rows, {used:.3f} of them used", flush=True)
-    print(f"the vocabulary covers {covered:.4f} of greedy answers", flush=True)
-    flags = {name: getattr(recipe, name) for name in ("fc_norm", "norm_output", "norm_before_residual")}
-    draft = draft_for(target, vocabulary, recipe.intermediate_size, **flags)
+    if options.start:
+        draft = Draft.load(options.start, target.device)
+    else:
+        vocabulary, covered = vocabulary_of(greedy, recipe.draft_vocab_size, target.vocab_size)
+        print(f"the vocabulary covers {covered:.4f} of greedy answers", flush=True)
+        flags = {name: getattr(recipe, name) for name in ("fc_norm", "norm_output", "norm_before_residual")}
+        draft = draft_for(target, vocabulary, recipe.intermediate_size, **flags)
     teacher = Teacher(target, draft.vocabulary)
     tests = {
         "validation": pack(validation, TEST_LENGTH, target.device, alone=True),
         "held-out": pack(held, TEST_LENGTH, target.device, alone=True),
     }
-    train(draft, teacher, packs, recipe, tests, output)
+    train(draft, teacher, packs, recipe, tests, lambda draft: draft.save(output, options.part_bytes))
     draft = Draft.load(output, target.device)
     for name, test in tests.items():
         print(f"{name}: {measure(draft, teacher, test, recipe.rows, 4)}", flush=True)
-    prompts = chat.prompts(questions[:4] if tiny else questions)
-    acceptance, _ = chain_acceptance(target, draft, prompts, 4, 12 if tiny else 160)
+    prompts = chat.prompts(held_out_questions()[: 4 if options.tiny else None])
+    acceptance, _ = chain_acceptance(target, draft, prompts, 4, 12 if options.tiny else 160)
     print(f"held-out, round by round: {acceptance}", flush=True)
+
+
+def held_out_questions() -> list[str]:
+    """The questions that no training sees."""
+    return (HERE / "questions.txt").read_text().splitlines()
 
 
 def main() -> None:
@@ -235,18 +250,19 @@ def main() -> None:
     parser.add_argument("--target", type=Path, help="the target's checkpoint directory; fetched when absent")
     parser.add_argument("--write", type=float, default=150.0, help="seconds to write conversations; 0 reuses them")
     parser.add_argument("--recipe", type=json.loads, action="append", help="changes to the recipe; one draft for each")
+    parser.add_argument("--start", type=Path, help="a draft to go on with, instead of the target's last layer")
+    parser.add_argument("--part-bytes", type=int, default=0, help="save the weights also in parts of this size")
     parser.add_argument("--tiny", action="store_true", help="almost nothing of everything")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     directory = options.target or smollm2.checkpoint()
     target, chat = Target(directory, device), Chat(directory)
-    questions = (HERE / "questions.txt").read_text().split("\n")[:-1]
     options.output.mkdir(parents=True, exist_ok=True)
     if options.write:
-        write_data(target, chat, options.output, options.write, options.tiny, questions)
+        write_data(target, chat, options.output, options.write, options.tiny, held_out_questions())
     for number, changes in enumerate(options.recipe or [{}]):
         recipe = dataclasses.replace(Recipe(), **changes)
-        fit(target, chat, options.output, recipe, options.output / f"draft-{number}", questions, options.tiny)
+        fit(target, chat, recipe, options.output / f"draft-{number}", options)
 
 
 if __name__ == "__main__":

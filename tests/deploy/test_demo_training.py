@@ -1,19 +1,22 @@
 """The training of the demo's draft: data, the training-time test, and the acceptance that it promises."""
 
+import argparse
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from deploy.demo import train as train_script
 from deploy.demo.conversations import Conversations, load_data
 from deploy.demo.draft import Draft, draft_for
 from deploy.demo.evaluate import chain_acceptance, walk
 from deploy.demo.generate import content_words, new_questions
 from deploy.demo.packing import best_fit, pack
 from deploy.demo.target import Target
-from deploy.demo.train import Recipe, Teacher, chain_loss, measure, optimizers, vocabulary_of
+from deploy.demo.train import Recipe, Teacher, chain_loss, fit, measure, optimizers, vocabulary_of
 from deploy.demo.writer import END_TOKENS, Writer
 from draft_service.check import resolve
 from tests.models import write_tiny_llama
@@ -101,12 +104,40 @@ def test_packed_conversations_do_not_see_each_other(target: Target, draft: Draft
 def test_a_saved_draft_is_the_same_and_fits_its_target(
     target: Target, draft: Draft, directory: Path, tmp_path: Path
 ) -> None:
-    draft.save(tmp_path)
+    draft.save(tmp_path, part_bytes=50_000)
+    parts = [path.read_bytes() for path in sorted(tmp_path.glob("model.safetensors.part-*"))]
+    assert b"".join(parts) == (tmp_path / "model.safetensors").read_bytes() and len(parts) > 2
     loaded = Draft.load(tmp_path, "cpu")
     assert loaded.config == draft.config and torch.equal(loaded.vocabulary, draft.vocabulary)
     torch.testing.assert_close(loaded.lm_head.weight, draft.lm_head.weight, rtol=2**-8, atol=2**-8)
     resolved = resolve(tmp_path, directory)
     assert any("2, 4, 5" in line for line in resolved.values()), resolved
+
+
+def test_a_whole_run_writes_trains_and_goes_on(
+    target: Target,
+    draft: Draft,
+    answers: list[np.ndarray],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    conversations = Conversations.join(PROMPTS * 3, [*answers, *answers[::-1], *answers], np.zeros(12))
+    conversations.save(tmp_path / "conversations-1.npz")
+    conversations.select(np.arange(4)).save(tmp_path / "held_out.npz")
+    draft.save(tmp_path / "before")
+    options = argparse.Namespace(output=tmp_path, tiny=True, start=None, part_bytes=100_000)
+    monkeypatch.setattr(train_script, "TEST_LENGTH", 64)
+    monkeypatch.setattr(train_script, "held_out_questions", lambda: ["a", "b", "c", "d"])
+    chat = SimpleNamespace(prompts=lambda questions: PROMPTS[: len(questions)])
+    recipe = Recipe(draft_vocab_size=48, intermediate_size=96, seconds=0.5, rows=2, length=64, optimizer="muon")
+    fit(target, chat, recipe, tmp_path / "draft-0", options)
+    options.start = tmp_path / "before"
+    fit(target, chat, recipe, tmp_path / "draft-1", options)
+    first, second = (Draft.load(tmp_path / name, "cpu") for name in ("draft-0", "draft-1"))
+    assert torch.equal(second.vocabulary, draft.vocabulary) and first.config == second.config
+    assert (tmp_path / "draft-1" / "model.safetensors.part-00").stat().st_size == 100_000
+    assert capsys.readouterr().out.count("held-out, round by round: mean acceptance length") == 2
 
 
 def test_walk_steps_from_round_to_round() -> None:
