@@ -56,6 +56,7 @@ class TargetEngine:
 
     def apply(self, commands: list[Command]) -> None:
         """Takes commands in, in order."""
+        self._plan = Plan()  # what fails from here on is not the last step's fault
         for command in commands:
             self.roster.apply(command)
 

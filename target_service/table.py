@@ -24,7 +24,7 @@ def debug_table(engine: TargetEngine) -> str:
 def _line(sequence: Sequence, now: float) -> str:
     idle = f"{now - sequence.idle_since:.1f}" if sequence.idle_since is not None else "-"
     return (
-        f"{sequence.open.sequence_id:>12} {sequence.open.request_id[:24]:<24} {_state(sequence):<8} "
+        f"{sequence.open.sequence_id:>12} {sequence.open.request_id[:24] or '-':<24} {_state(sequence):<8} "
         f"{sequence.length:>7} {sequence.computed:>8} {len(sequence.pages):>6} {idle:>7} "
         f"{list(sequence.aux.boundaries)}"
     )

@@ -10,8 +10,9 @@ from target_service.loading import load_target
 from target_service.metrics import TargetMetrics
 from target_service.pace import WAIT_FRACTION, Pace
 from target_service.settings import Settings
+from target_service.table import debug_table
 from tests.models import write_tiny_llama
-from tests.target_service.test_scheduler import advance, make_open, make_scheduler, make_sequence, prefill
+from tests.target_service.builders import advance, make_open, make_scheduler, make_sequence, prefill
 
 
 class Recorder:
@@ -83,6 +84,17 @@ def test_an_engine_with_nothing_to_do_waits_for_a_command_or_the_next_expiry(eng
     assert engine.idle_seconds() == 0  # the second chunk
     engine.step()
     assert 29 < engine.idle_seconds() <= 30
+
+
+def test_the_debug_table_shows_sequences_pages_and_slices(engine):
+    session = Recorder()
+    engine.apply([make_open(i, 30, session=session) for i in range(1, 6)])
+    engine.step()
+    lines = debug_table(engine).splitlines()
+    assert lines[0] == "pages: 4 of 12 in use, 64 tokens each"
+    assert lines[1] == "unreleased slices: 0"
+    states = [line.split()[2] for line in lines[3:]]
+    assert states == ["prefill", "prefill", "prefill", "prefill", "waiting"]
 
 
 def two_running(turnaround=0.0):
