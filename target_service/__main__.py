@@ -39,7 +39,7 @@ def main(
     max_sequences: Annotated[int, typer.Option(min=1, help="Sequences held at once.")] = 64,
     max_draft_tokens: Annotated[int, typer.Option(min=0, help="Longest chain that one step verifies.")] = 8,
     max_sequence_length: Annotated[int, typer.Option(min=0, help="Longest sequence; 0 is the model's.")] = 0,
-    step_tokens: Annotated[int, typer.Option(min=1, help="Rows of a step that prompt chunks may fill up.")] = 512,
+    step_tokens: Annotated[int, typer.Option(min=0, help="Rows of a step with prompt chunks; 0 is the device's.")] = 0,
     max_queue: Annotated[int, typer.Option(min=0, help="Sequences that may wait for room.")] = 256,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that a drain may take.")] = 30.0,
     config: ConfigFile = None,

@@ -15,6 +15,9 @@ from target_service.models import Model
 
 log = logging.getLogger(__name__)
 
+# Rows that keep a device busy without holding others up for long: some tenths of a second.
+_STEP_TOKENS = {"cpu": 128, "cuda": 2048}
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -85,7 +88,7 @@ def size_cache(settings: Settings, model: Model, page_size: int, device: torch.d
         max_draft_tokens=settings.max_draft_tokens,
         max_sequences=settings.max_sequences,
         max_queue=settings.max_queue,
-        step_tokens=settings.step_tokens,
+        step_tokens=settings.step_tokens or _STEP_TOKENS[device.type],
     )
     return limits, num_pages
 
