@@ -19,7 +19,10 @@ from kernels.rope import RotaryTable, apply_rope
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """The half's weights and constants. qkv: [(nq + 2 nkv) d, H]; output: [H, nq d]; sinks: float32 [nq]."""
+    """The half's weights and constants. qkv: [(nq + 2 nkv) d, H]; output: [H, nq d]; sinks: float32 [nq].
+
+    q_norm and k_norm: [d], both or neither; with them every head is normalised before it is turned (Qwen3).
+    """
 
     norm: torch.Tensor
     eps: float
@@ -31,6 +34,8 @@ class AttentionBlock:
     rotary: RotaryTable
     window: int | None = None
     sinks: torch.Tensor | None = None
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
 
     @property
     def scale(self) -> float:
@@ -42,13 +47,14 @@ class AttentionBlock:
         """The C structure, None in the PyTorch form."""
         if self.qkv.native is None or self.output.native is None:
             return None
-        norm = self.norm.float()
+        norms = [None if norm is None else norm.float() for norm in (self.norm, self.q_norm, self.k_norm)]
+        norm, q_norm, k_norm = (None if norm is None else norm.data_ptr() for norm in norms)
         attention = native_attention(self.num_heads, self.scale, self.window, self.sinks)
         table = self.rotary.cos.data_ptr(), self.rotary.sin.data_ptr()
         block = structs.AttentionBlock(
-            norm.data_ptr(), self.eps, self.qkv.native, self.output.native, attention, *table
+            norm, self.eps, self.qkv.native, self.output.native, attention, *table, q_norm, k_norm
         )
-        block.owner = norm
+        block.owner = norms
         return block
 
 
@@ -141,6 +147,12 @@ def _query_and_write_torch(block: AttentionBlock, rows: Rows, cache: LayerCache,
     heads, kv_heads, width = block.num_heads, block.num_kv_heads, block.head_dim
     qkv = linear(inputs, block.qkv).view(inputs.shape[0], -1, width)
     q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+    if block.q_norm is not None and block.k_norm is not None:
+        q, k = _norm_heads(q, block.q_norm, block.eps), _norm_heads(k, block.k_norm, block.eps)
     q, k = apply_rope(q, k, block.rotary, rows.positions)
     write_kv(cache, k, v, rows.slots)
     return q
+
+
+def _norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return rms_norm(x.flatten(0, 1), weight, eps).view(x.shape)

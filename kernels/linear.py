@@ -51,7 +51,7 @@ class PackedWeight:
                 self.weight.data_ptr(),
                 None if self.bias is None else self.bias.data_ptr(),
                 *self.shape,
-                self.dtype == torch.bfloat16,
+                structs.BFLOAT16 if self.dtype == torch.bfloat16 else structs.FLOAT32,
             )
 
 
@@ -83,18 +83,19 @@ def linear(
         return linear_torch(x, weight, bias, out_dtype)
     if weight.native is None:
         return linear_torch(x, weight.weight, weight.bias, out_dtype)
-    return _linear_native(x, weight, weight.native, out_dtype or x.dtype)
+    return linear_native(x, weight.native, weight.kernel, out_dtype or x.dtype)
 
 
-def _linear_native(
-    x: torch.Tensor, weight: PackedWeight, packed: structs.Linear, out_dtype: torch.dtype
+def linear_native(
+    x: torch.Tensor, packed: structs.Linear, kernel: ctypes._NamedFuncPointer, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    if x.shape[1] != weight.shape[1]:
-        raise ValueError(f"linear: expected rows of {weight.shape[1]}, found {list(x.shape)}")
+    """The native form of `linear`."""
+    if x.shape[1] != packed.inputs:
+        raise ValueError(f"linear: expected rows of {packed.inputs}, found {list(x.shape)}")
     x = x.contiguous()
-    y = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype)
+    y = torch.empty(x.shape[0], packed.outputs, dtype=out_dtype)
     native.call(
-        weight.kernel,
+        kernel,
         ctypes.byref(packed),
         x.data_ptr(),
         x.dtype == torch.bfloat16,

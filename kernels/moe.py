@@ -1,38 +1,47 @@
-"""Mixture of experts as gpt-oss has it: a top-k router and clamped SwiGLU experts."""
+"""Mixture of experts: a top-k router and gated experts, as gpt-oss and Qwen3 have them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kernels.lanes import by_lanes
 from kernels.linear import PackedWeight, linear
+from kernels.mxfp4 import Mxfp4Weight, mxfp4_linear
 from kernels.swiglu import clamped_swiglu
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The layer's weights: router [E, H]; for each expert gate_up [2 I, H] (rows interleaved) and down [H, I]."""
+    """The layer's weights: router [E, H]; for each expert gate_up [2 I, H] (rows interleaved) and down [H, I].
+
+    alpha, limit and offset are clamped_swiglu's; plain SwiGLU has alpha 1, no limit, and offset 0. `normalize`: the
+    chosen experts' shares add up to 1; else they are those of a softmax over all experts.
+    """
 
     router: PackedWeight
-    gate_up: list[PackedWeight]
-    down: list[PackedWeight]
+    gate_up: Sequence[PackedWeight | Mxfp4Weight]
+    down: Sequence[PackedWeight | Mxfp4Weight]
     top_k: int
     alpha: float
     limit: float
+    offset: float = 1.0
+    normalize: bool = True
 
 
 def route(x: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the chosen experts' ids and shares, both [T, top_k], best first; lowest id first on a tie.
 
-    Logits and softmax, which runs over the chosen ones only, are float32.
+    Logits and softmax are float32.
     """
     logits = linear(x, experts.router, out_dtype=torch.float32)
-    best, ids = logits.sort(dim=-1, descending=True, stable=True)
-    best, ids = best[:, : experts.top_k], ids[:, : experts.top_k]
-    weights = by_lanes(torch.exp, best - best[:, :1])
-    return ids, weights / weights.sum(-1, keepdim=True)
+    ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
+    weights = by_lanes(torch.exp, ordered - ordered[:, :1])
+    chosen = weights[:, : experts.top_k]
+    total = chosen if experts.normalize else weights
+    return ids[:, : experts.top_k], chosen / total.sum(-1, keepdim=True)
 
 
 def moe(x: torch.Tensor, experts: Experts) -> torch.Tensor:
@@ -41,9 +50,14 @@ def moe(x: torch.Tensor, experts: Experts) -> torch.Tensor:
     outputs = x.new_empty(*ids.shape, x.shape[1])
     for expert in ids.unique().tolist():
         rows, ranks = torch.where(ids == expert)
-        activated = clamped_swiglu(linear(x[rows], experts.gate_up[expert]), experts.alpha, experts.limit)
-        outputs[rows, ranks] = linear(activated, experts.down[expert])
+        gate_up = _linear(x[rows], experts.gate_up[expert])
+        activated = clamped_swiglu(gate_up, experts.alpha, experts.limit, experts.offset)
+        outputs[rows, ranks] = _linear(activated, experts.down[expert])
     total = outputs[:, 0].float() * shares[:, :1]
     for rank in range(1, experts.top_k):
         total = total + outputs[:, rank].float() * shares[:, rank : rank + 1]
     return total.to(x.dtype)
+
+
+def _linear(x: torch.Tensor, weight: PackedWeight | Mxfp4Weight) -> torch.Tensor:
+    return mxfp4_linear(x, weight) if isinstance(weight, Mxfp4Weight) else linear(x, weight)

@@ -1,4 +1,4 @@
-"""Gated activations of the two families' feed-forward layers, computed in float32 and rounded once."""
+"""Gated activations of the model families' feed-forward layers, computed in float32 and rounded once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return (gate * by_lanes(torch.sigmoid, gate) * up).to(gate_up.dtype)
 
 
-def clamped_swiglu(gate_up: torch.Tensor, alpha: float = 1.702, limit: float = 7.0) -> torch.Tensor:
-    """Returns gate * sigmoid(alpha * gate) * (up + 1), [T, I], of gate_up[T, 2 I] with gate and up interleaved.
+def clamped_swiglu(
+    gate_up: torch.Tensor, alpha: float = 1.702, limit: float = 7.0, offset: float = 1.0
+) -> torch.Tensor:
+    """Returns gate * sigmoid(alpha * gate) * (up + offset), [T, I], of gate_up[T, 2 I], gate and up interleaved.
 
     The gate is clamped from above, up from both sides (openai/gpt-oss, the experts' activation).
     """
     wide = gate_up.float()
     gate = wide[..., ::2].clamp(max=limit)
     up = wide[..., 1::2].clamp(-limit, limit)
-    return (gate * by_lanes(torch.sigmoid, gate * alpha) * (up + 1)).to(gate_up.dtype)
+    return (gate * by_lanes(torch.sigmoid, gate * alpha) * (up + offset)).to(gate_up.dtype)

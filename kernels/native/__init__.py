@@ -80,6 +80,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "outrider_attention_block": [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT],
     "outrider_write_keys_values": [_POINTER, _POINTER, _POINTER, _POINTER, _INT],
     "outrider_mlp_block": [_POINTER, _POINTER, _INT, _INT, _INT],
+    "outrider_moe_block": [_POINTER, _POINTER, _INT, _INT, _INT],
     "outrider_philox_words": [_SEED, _POINTER, _POINTER, _INT, _INT, _POINTER],
     "outrider_sample_rows": [_POINTER, _INT, _INT, _POINTER, _FLOAT, _FLOAT, _SEED, _INT, _POINTER, _INT],
 }
@@ -94,4 +95,6 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.outrider_use_huge_pages.restype = None
     library.outrider_pack.argtypes = [_POINTER, _INT, _INT, _INT, _POINTER, _INT]
     library.outrider_pack.restype = None
+    library.outrider_pack_mxfp4.argtypes = [_POINTER, _POINTER, _INT, _INT, _POINTER, _INT]
+    library.outrider_pack_mxfp4.restype = None
     return library

@@ -12,6 +12,7 @@ typedef struct {
     Linear output;
     Attention attention;
     Rotary rotary;
+    HeadNorms head_norms;
 } AttentionBlock;
 
 typedef struct {
@@ -42,7 +43,7 @@ int outrider_attention_block(
 #pragma omp barrier
         linear_share(&block->qkv, normed, count, to_qkv);
 #pragma omp barrier
-        rope_and_write_share(qkv, heads, rows, cache, block->rotary, is_bf16);
+        rope_and_write_share(qkv, heads, rows, cache, block->rotary, block->head_norms, block->eps, is_bf16);
 #pragma omp barrier
         attention_share(qkv, qkv_size, &block->attention, rows, cache, is_bf16, attended);
 #pragma omp barrier
@@ -68,7 +69,7 @@ int outrider_write_keys_values(
 #pragma omp barrier
         linear_share(&block->qkv, wide, count, to_qkv);
 #pragma omp barrier
-        rope_and_write_share(qkv, heads, rows, cache, block->rotary, is_bf16);
+        rope_and_write_share(qkv, heads, rows, cache, block->rotary, block->head_norms, block->eps, is_bf16);
     }
     return OK;
 }

@@ -50,12 +50,14 @@ INLINE wide wide_fma(wide a, wide b, wide c) {
 
 enum { PANEL = 2 * WIDE, MAX_TILE_ROWS = 6, MAX_TILE_PANELS = 4, ROW_BLOCK_FLOATS = 48 * 1024 };
 
+enum { FLOAT32, BFLOAT16, MXFP4 };
+
 typedef struct {
     const void *weights;  // packed
     const float *bias;    // null, or as many as outputs
     int64_t outputs;
     int64_t inputs;  // even
-    int64_t is_bf16;
+    int64_t type;
 } Linear;
 
 // What becomes of a result: stored, or added to what is there; each value first rounded as activations are.
@@ -127,11 +129,12 @@ enum { PREFETCH_1 = 1024, PREFETCH_2 = 1024, PREFETCH_3 = 1024, PREFETCH_4 = 409
 
 DEFINE_TILES(bf16)
 DEFINE_TILES(float)
+#include "mxfp4.h"
 
 typedef void Tile(const void *, const float *restrict, int64_t, float *restrict);
 
 // By element type, rows - 1 and panels - 1.
-static Tile *const TILES[2][MAX_TILE_ROWS][MAX_TILE_PANELS] = {
+static Tile *const TILES[3][MAX_TILE_ROWS][MAX_TILE_PANELS] = {
     {{tile_float_1x1, tile_float_1x2, 0, tile_float_1x4},
      {tile_float_2x1, tile_float_2x2},
      {tile_float_3x1, tile_float_3x2},
@@ -144,7 +147,18 @@ static Tile *const TILES[2][MAX_TILE_ROWS][MAX_TILE_PANELS] = {
      {tile_bf16_4x1},
      {tile_bf16_5x1},
      {tile_bf16_6x1}},
+    {{tile_mxfp4_1x1, tile_mxfp4_1x2, 0, tile_mxfp4_1x4},
+     {tile_mxfp4_2x1, tile_mxfp4_2x2},
+     {tile_mxfp4_3x1, tile_mxfp4_3x2},
+     {tile_mxfp4_4x1},
+     {tile_mxfp4_5x1},
+     {tile_mxfp4_6x1}},
 };
+
+INLINE int64_t panel_bytes_of(const Linear *linear) {
+    int64_t weights = linear->inputs * PANEL;
+    return linear->type == MXFP4 ? weights / GROUP * GROUP_ROWS : weights * (linear->type == BFLOAT16 ? 2 : 4);
+}
 
 INLINE int64_t panels_at_once(int64_t rows, int64_t left) {
     int64_t most = rows == 1 ? 4 : rows <= 3 ? 2 : 1;
@@ -174,7 +188,7 @@ INLINE void finish_row_plain(const float *tile, Result result, int64_t row, int6
 // Outputs first..last-1 (first a multiple of PANEL) of x[rows][inputs], as the calling thread's part of the whole.
 static void linear_outputs(const Linear *linear, const float *x, int64_t rows, Result result, Range outputs) {
     _Alignas(64) float tile[MAX_TILE_ROWS * MAX_TILE_PANELS * PANEL];
-    int64_t inputs = linear->inputs, panel_bytes = inputs * PANEL * (linear->is_bf16 ? 2 : 4);
+    int64_t inputs = linear->inputs, panel_bytes = panel_bytes_of(linear);
     int64_t tiles = (rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
     int plain = !result.add && !result.out_is_bf16 && !linear->bias;
     int64_t panels;
@@ -184,7 +198,7 @@ static void linear_outputs(const Linear *linear, const float *x, int64_t rows, R
         int64_t end = begin + panels * PANEL < outputs.end ? begin + panels * PANEL : outputs.end;
         for (int64_t t = 0; t < tiles; t++) {
             int64_t row = rows * t / tiles, count = rows * (t + 1) / tiles - row;
-            TILES[linear->is_bf16][count - 1][panels - 1](weights, x + row * inputs, inputs, tile);
+            TILES[linear->type][count - 1][panels - 1](weights, x + row * inputs, inputs, tile);
             for (int64_t m = 0; m < count; m++) {
                 if (plain)
                     finish_row_plain(tile + m * panels * PANEL, result, row + m, begin, end);

@@ -25,6 +25,22 @@ void outrider_pack(const void *weights, int64_t is_bf16, int64_t outputs, int64_
             }
 }
 
+// Packs blocks [outputs][inputs / 32][16] and scales [outputs][inputs / 32] as mxfp4.h wants them.
+void outrider_pack_mxfp4(
+    const uint8_t *blocks, const uint8_t *scales, int64_t outputs, int64_t inputs, uint8_t *packed, int64_t threads) {
+    int64_t panels = (outputs + PANEL - 1) / PANEL, groups = inputs / GROUP;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t panel = 0; panel < panels; panel++)
+        for (int64_t g = 0; g < groups; g++)
+            for (int64_t j = 0; j < PANEL; j++) {
+                int64_t n = panel * PANEL + j, from = n * groups + g;
+                uint8_t *to = packed + (panel * groups + g) * GROUP_ROWS * PANEL + j;
+                to[0] = n < outputs ? scales[from] : 0;
+                for (int64_t i = 0; i < GROUP / 2; i++)
+                    to[(1 + i) * PANEL] = n < outputs ? blocks[from * (GROUP / 2) + i] : 0;
+            }
+}
+
 // out[rows][outputs] = x[rows][inputs] . linear.
 int outrider_linear(
     const Linear *linear, const void *x, int64_t x_is_bf16, int64_t rows, void *out, int64_t out_is_bf16,

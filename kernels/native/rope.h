@@ -1,7 +1,7 @@
 // Rotary embedding of freshly computed q, k, v, and k and v into the cache.
 #pragma once
 
-#include "common.h"
+#include "rms_norm.h"
 
 enum { PAGE = 64 };
 
@@ -18,6 +18,12 @@ typedef struct {
     const float *cos;  // [positions][width / 2]
     const float *sin;
 } Rotary;
+
+// Weights [width] of the norms of every query and key head; null without.
+typedef struct {
+    const float *q;
+    const float *k;
+} HeadNorms;
 
 // Turns one head in place: pairs (m, m + width / 2).
 static void rope_head(float *x, const float *cosines, const float *sines, int64_t width, int round) {
@@ -41,12 +47,15 @@ static void write_value(const Cache *cache, int64_t page, int64_t head, int64_t 
 }
 
 // The calling thread's heads of qkv[rows][heads + 2 kv_heads][width].
-INLINE void rope_and_write_share(float *qkv, int64_t heads, const Rows *rows, const Cache *cache, Rotary rotary, int round) {
+INLINE void rope_and_write_share(
+    float *qkv, int64_t heads, const Rows *rows, const Cache *cache, Rotary rotary, HeadNorms norms, float eps, int round) {
     int64_t kv_heads = cache->kv_heads, width = cache->width, all = heads + 2 * kv_heads;
     Range mine = share_of(rows->count * all, 1);
     for (int64_t item = mine.begin; item < mine.end; item++) {
         int64_t row = item / all, head = item % all, position = rows->positions[row];
         float *x = qkv + item * width;
+        const float *norm = head < heads ? norms.q : head < heads + kv_heads ? norms.k : 0;
+        if (norm) rms_norm_row(x, norm, eps, width, round);
         if (head < heads + kv_heads)
             rope_head(x, rotary.cos + position * (width / 2), rotary.sin + position * (width / 2), width, round);
         if (head < heads) continue;

@@ -1,4 +1,4 @@
-"""The C structures of common.h, linear.h, rope.h, attention.h and blocks.c, and how they are filled from tensors.
+"""The C structures of common.h, linear.h, rope.h, attention.h, blocks.c, moe.c, and how tensors fill them.
 
 A structure holds addresses: whoever keeps one keeps the tensors alive.
 """
@@ -10,6 +10,10 @@ import ctypes
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
+# What Linear.type says of the packed weights.
+FLOAT32, BFLOAT16, MXFP4 = range(3)
+
+
 class Linear(ctypes.Structure):
     """A packed weight."""
 
@@ -18,7 +22,7 @@ class Linear(ctypes.Structure):
         ("bias", _POINTER),
         ("outputs", _INT),
         ("inputs", _INT),
-        ("is_bf16", _INT),
+        ("type", _INT),
     ]
 
 
@@ -58,6 +62,8 @@ class AttentionBlock(ctypes.Structure):
         ("attention", Attention),
         ("cos", _POINTER),
         ("sin", _POINTER),
+        ("q_norm", _POINTER),
+        ("k_norm", _POINTER),
     ]
 
 
@@ -65,3 +71,20 @@ class MlpBlock(ctypes.Structure):
     """A layer's dense feed-forward half."""
 
     _fields_ = [("norm", _POINTER), ("eps", _FLOAT), ("gate_up", Linear), ("down", Linear)]
+
+
+class MoeBlock(ctypes.Structure):
+    """A layer's mixture of experts; gate_up and down point to as many Linears as the router has outputs."""
+
+    _fields_ = [
+        ("norm", _POINTER),
+        ("eps", _FLOAT),
+        ("router", Linear),
+        ("gate_up", ctypes.POINTER(Linear)),
+        ("down", ctypes.POINTER(Linear)),
+        ("top_k", _INT),
+        ("normalize", _INT),
+        ("alpha", _FLOAT),
+        ("limit", _FLOAT),
+        ("offset", _FLOAT),
+    ]

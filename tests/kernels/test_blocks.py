@@ -39,6 +39,8 @@ def test_attention_block(dtype, rows, inputs, full):
             rotary=RotaryTable({"head_dim": width, "max_position_embeddings": 256}),
             window=None if full else 20,
             sinks=None if full else torch.randn(heads),
+            q_norm=None if full else 1 + _random(width, dtype=dtype, seed=7),
+            k_norm=None if full else 1 + _random(width, dtype=dtype, seed=8),
         )
         given = None if inputs is None else _random(rows, inputs, dtype=dtype, seed=5)
         firsts = None if full else torch.tensor([30, 0], dtype=torch.int32)
