@@ -176,3 +176,32 @@ async def test_streams_that_break_at_random_moments_free_everything(target, clie
 
     await asyncio.gather(*(stream() for _ in range(8)))  # 32 sequences, 8 places
     await expect_free(target)
+
+
+async def test_no_order_of_commands_breaks_the_session(target, client):
+    choices = random.Random(8)
+
+    def command():
+        sequence_id = choices.randrange(1, 7)
+        tokens = [choices.randrange(325) for _ in range(choices.randrange(0, 60))]  # some are out of range
+        return choices.choice(
+            [
+                lambda: open_command(sequence_id, tokens, aux={"boundaries": [choices.randrange(7)]}),
+                lambda: advance_command(sequence_id, tokens[:5]),
+                lambda: target_pb2.TargetCommand(sequence_id=sequence_id, close={}),
+                lambda: target_pb2.TargetCommand(sequence_id=sequence_id),
+            ]
+        )()
+
+    async with client.session() as session:
+        for _ in range(150):
+            await session.send(*(command() for _ in range(choices.randrange(1, 5))))
+            if choices.random() < 0.2:
+                await asyncio.sleep(0.005)
+        await session.run(PROMPT, sequence_id=1000, max_new_tokens=5)
+        for sequence_id in range(1, 7):
+            await session.close(sequence_id)
+        await expect_free(target)
+    async with client.session() as session:
+        await session.run(PROMPT, max_new_tokens=5)
+    assert "Traceback" not in target.text
