@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 
 from draft_service.proposer import Chain, Turn
-from outrider.metrics import PREFIX, STEP_BUCKETS
+from outrider.metrics import Series
 
 TRANSPORTS = ("inline", "shared_memory")
 
@@ -16,33 +16,22 @@ class DraftMetrics:
     """All series of one draft, at zero from the start."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str, draft_model: str) -> None:
-        labels = {"model_name": model_name, "draft_model": draft_model}
-
-        def counter(name: str, text: str) -> Counter:
-            return Counter(PREFIX + name, text, list(labels), registry=registry).labels(**labels)
-
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(PREFIX + name, text, list(labels), registry=registry).labels(**labels)
-
-        self.sequences = gauge("num_requests_running", "Sequences that are open")
-        self.waiting = gauge("num_requests_waiting", "Sequences whose rows wait for a step")
-        self.cache_usage = gauge("kv_cache_usage_perc", "Fraction of the draft's key-value cache in use, 0 to 1")
-        self.attached = gauge("draft_attached", "1 while attached to its target")
-        self.proposals = counter("draft_proposals", "Chains proposed, also empty ones")
-        self.tokens = counter("draft_proposed_tokens", "Tokens proposed")
-        self.rows = counter("draft_rows", "Rows of the target's hidden states taken in")
-        self.gaps = counter("draft_gaps", "Times that a sequence started anew beyond a gap")
-        self.cache_losses = counter("draft_cache_losses", "Times that a sequence lost its cache because pages ran out")
-        self.step_seconds: Histogram = Histogram(
-            PREFIX + "draft_step_seconds", "Time of a step", list(labels), registry=registry, buckets=STEP_BUCKETS
-        ).labels(**labels)
-        state_bytes = Counter(
-            PREFIX + "hidden_state_bytes",
-            "Hidden states read, by transport",
-            [*labels, "transport"],
-            registry=registry,
+        series = Series(registry, model_name=model_name, draft_model=draft_model)
+        self.sequences = series.gauge("num_requests_running", "Sequences that are open")
+        self.waiting = series.gauge("num_requests_waiting", "Sequences whose rows wait for a step")
+        self.cache_usage = series.gauge("kv_cache_usage_perc", "Fraction of the draft's key-value cache in use, 0 to 1")
+        self.attached = series.gauge("draft_attached", "1 while attached to its target")
+        self.proposals = series.counter("draft_proposals", "Chains proposed, also empty ones")
+        self.tokens = series.counter("draft_proposed_tokens", "Tokens proposed")
+        self.rows = series.counter("draft_rows", "Rows of the target's hidden states taken in")
+        self.gaps = series.counter("draft_gaps", "Times that a sequence started anew beyond a gap")
+        self.cache_losses = series.counter(
+            "draft_cache_losses", "Times that a sequence lost its cache because pages ran out"
         )
-        self.state_bytes = {name: state_bytes.labels(**labels, transport=name) for name in TRANSPORTS}
+        self.step_seconds = series.histogram("draft_step_seconds", "Time of a step")
+        self.state_bytes = series.counters(
+            "hidden_state_bytes", "Hidden states read, by transport", "transport", TRANSPORTS
+        )
 
     def step(self, seconds: float, turns: Sequence[Turn], chains: Sequence[Chain]) -> None:
         """Counts one step."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Info
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from outrider import __version__
 
@@ -41,6 +42,32 @@ def new_registry(service: str) -> CollectorRegistry:
     prometheus_client.PlatformCollector(registry=registry)
     Info(PREFIX + "build", "Version of Outrider", registry=registry).info({"version": __version__, "service": service})
     return registry
+
+
+class Series:
+    """Makes series that share a set of labels; each exists, at zero, as soon as it is made."""
+
+    def __init__(self, registry: CollectorRegistry, **labels: str) -> None:
+        self._registry = registry
+        self._labels = labels
+
+    def counter(self, name: str, text: str) -> Counter:
+        """`outrider_<name>_total`."""
+        return Counter(PREFIX + name, text, list(self._labels), registry=self._registry).labels(**self._labels)
+
+    def counters(self, name: str, text: str, label: str, values: Iterable[str]) -> dict[str, Counter]:
+        """`outrider_<name>_total` with one more label, by its values."""
+        family = Counter(PREFIX + name, text, [*self._labels, label], registry=self._registry)
+        return {value: family.labels(**self._labels, **{label: value}) for value in values}
+
+    def gauge(self, name: str, text: str) -> Gauge:
+        """`outrider_<name>`."""
+        return Gauge(PREFIX + name, text, list(self._labels), registry=self._registry).labels(**self._labels)
+
+    def histogram(self, name: str, text: str, buckets: Sequence[float] = STEP_BUCKETS) -> Histogram:
+        """`outrider_<name>`, by default of seconds."""
+        family = Histogram(PREFIX + name, text, list(self._labels), buckets=buckets, registry=self._registry)
+        return family.labels(**self._labels)
 
 
 @dataclass

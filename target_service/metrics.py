@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.registry import Collector
 
 from outrider.errors import DRAINING, PREEMPTED, QUEUE_FULL
-from outrider.metrics import PREFIX, STEP_BUCKETS
+from outrider.metrics import Series
 from outrider.v1 import common_pb2
 from target_service.commands import Stats
 
@@ -33,42 +33,22 @@ class TargetMetrics(Collector):
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._steps: deque[Stats] = deque()
         registry.register(self)  # before the histograms, so that it is asked before them
-        labels = {"model_name": model_name}
-
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(PREFIX + name, text, list(labels), registry=registry).labels(**labels)
-
-        def counter(name: str, text: str) -> Counter:
-            return Counter(PREFIX + name, text, list(labels), registry=registry).labels(**labels)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(PREFIX + name, text, list(labels), buckets=buckets, registry=registry).labels(**labels)
-
-        self._running = gauge("num_requests_running", "Sequences that hold pages")
-        self._waiting = gauge("num_requests_waiting", "Sequences that wait for pages")
-        self._cache_usage = gauge("kv_cache_usage_perc", "Fraction of the key-value cache in use, 0 to 1")
-        self._unreleased = gauge("unreleased_slices", "Slices of hidden states that no reader has released")
-        self._attached = gauge("attached_drafts", "Drafts that read hidden states from a shared buffer")
-        self._preemptions = counter("num_preemptions", "Sequences that lost their pages")
-        self._prompt = counter("prompt_tokens", "Prompt tokens computed, reopened ones included")
-        self._generation = counter("generation_tokens", "Tokens emitted")
-        self._step_time = histogram("step_duration_seconds", "Time of an engine step on the device", STEP_BUCKETS)
-        self._step_rows = histogram("step_num_tokens", "Tokens run through the model in a step", _ROW_BUCKETS)
-        self._step_sequences = histogram("step_batch_size", "Sequences in a step", _ROW_BUCKETS)
-        errors = Counter(
-            PREFIX + "sequence_errors",
-            "Sequences that ended with an error",
-            [*labels, "reason"],
-            registry=registry,
+        series = Series(registry, model_name=model_name)
+        self._running = series.gauge("num_requests_running", "Sequences that hold pages")
+        self._waiting = series.gauge("num_requests_waiting", "Sequences that wait for pages")
+        self._cache_usage = series.gauge("kv_cache_usage_perc", "Fraction of the key-value cache in use, 0 to 1")
+        self._unreleased = series.gauge("unreleased_slices", "Slices of hidden states that no reader has released")
+        self._attached = series.gauge("attached_drafts", "Drafts that read hidden states from a shared buffer")
+        self._preemptions = series.counter("num_preemptions", "Sequences that lost their pages")
+        self._prompt = series.counter("prompt_tokens", "Prompt tokens computed, reopened ones included")
+        self._generation = series.counter("generation_tokens", "Tokens emitted")
+        self._step_time = series.histogram("step_duration_seconds", "Time of an engine step on the device")
+        self._step_rows = series.histogram("step_num_tokens", "Tokens run through the model in a step", _ROW_BUCKETS)
+        self._step_sequences = series.histogram("step_batch_size", "Sequences in a step", _ROW_BUCKETS)
+        self._errors = series.counters("sequence_errors", "Sequences that ended with an error", "reason", _REASONS)
+        self._hidden = series.counters(
+            "hidden_state_bytes", "Bytes of auxiliary hidden states emitted", "transport", _TRANSPORTS.values()
         )
-        self._errors = {reason: errors.labels(**labels, reason=reason) for reason in _REASONS}
-        hidden = Counter(
-            PREFIX + "hidden_state_bytes",
-            "Bytes of auxiliary hidden states emitted",
-            [*labels, "transport"],
-            registry=registry,
-        )
-        self._hidden = {number: hidden.labels(**labels, transport=name) for number, name in _TRANSPORTS.items()}
 
     def watch_load(
         self, running: Callable[[], int], waiting: Callable[[], int], cache_usage: Callable[[], float]
@@ -110,7 +90,7 @@ class TargetMetrics(Collector):
 
     def hidden_state_bytes(self, transport: common_pb2.Transport, size: int) -> None:
         """Rows were emitted."""
-        self._hidden[transport].inc(size)
+        self._hidden[_TRANSPORTS[transport]].inc(size)
 
     def watch_buffers(self, num_attached: Callable[[], int], num_unreleased: Callable[[], int]) -> None:
         """Asks these whenever the metrics are read."""
