@@ -85,6 +85,14 @@ class Checkpoint:
             self._bar.update(info.num_bytes)
         return tensor
 
+    def release(self, name: str) -> None:
+        """Gives back the memory that reading this tensor took. Whoever still holds it reads it from the file again."""
+        info = self.tensors[name]
+        pages = self._maps.get(info.file)
+        if pages is not None and info.num_bytes:
+            begin = info.begin // mmap.PAGESIZE * mmap.PAGESIZE
+            pages.madvise(mmap.MADV_DONTNEED, begin, info.end - begin)
+
     @contextmanager
     def progress(self, description: str) -> Iterator[None]:
         """Shows a progress bar on standard error, in bytes, of the tensors loaded inside."""

@@ -8,20 +8,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-BOS, EOS, USER, ASSISTANT = "<|begin|>", "<|end|>", "<|user|>", "<|assistant|>"
-BOS_ID, EOS_ID = 0, 1
-TOKENIZER_SIZE = 320
-CHAT_TEMPLATE = (
-    "{{ '<|begin|>' }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
-_MERGES = (
-    "h e,n d,t h,th e,i n,e r,a n,o n,r e,a t,e n,o r,e s,i s,i t,a r,t o,in g,an d,Ġ t,Ġ a,Ġ s,Ġ w,Ġt he,Ġ o,Ġ c,"
-    "Ġ b,Ġ f,Ġ p,Ġ m,Ġ d,Ġ h,Ġo f,Ġ in,Ġa nd,o u,a l,e d,l l,Ġ is,Ġt o,Ġ n,u r,i c,s t,l e,i on,a s,o m,v e,c h,Ġ I,"
-    "o w,Ġ l,u t,e t,s e,Ġ e,r o,l y,Ġ r,Ġ y"
-)
+from tests.tokenizer_files import BOS_ID, EOS_ID, TOKENIZER_SIZE, write_harmony_tokenizer, write_tokenizer
 
 
 def write_tiny_llama(
@@ -56,18 +44,10 @@ def write_tiny_llama(
         **overrides,
     }
     random = _Random(seed, dtype)
-    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
     tensors = _decoder_tensors(config, random)
     for layer in range(config["num_hidden_layers"]):
-        mlp = f"model.layers.{layer}.mlp."
-        for name, rows, columns in (
-            ("gate_proj", intermediate, hidden),
-            ("up_proj", intermediate, hidden),
-            ("down_proj", hidden, intermediate),
-        ):
-            tensors[f"{mlp}{name}.weight"] = random.matrix(rows, columns)
-            if config["mlp_bias"]:
-                tensors[f"{mlp}{name}.bias"] = random.vector(rows)
+        stem, sizes = f"model.layers.{layer}.mlp.", (config["hidden_size"], config["intermediate_size"])
+        tensors |= _gated(random, stem, *sizes, bias=config["mlp_bias"])
     return _write(Path(directory), config, tensors, dtype, shards, tokenizer)
 
 
@@ -79,9 +59,13 @@ def write_tiny_gpt_oss(
     seed: int = 0,
     shards: int = 1,
     tokenizer: bool = True,
+    harmony: bool = False,
     **overrides: Any,
 ) -> Path:
-    """Writes a gpt-oss checkpoint, experts in MXFP4 under the published names or in `dtype`. Returns the directory."""
+    """Writes a gpt-oss checkpoint, experts in MXFP4 under the published names or in `dtype`. Returns the directory.
+
+    `harmony`: with a tokenizer that has harmony's special tokens, and its end tokens in generation_config.json.
+    """
     config = {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
@@ -131,31 +115,66 @@ def write_tiny_gpt_oss(
     tensors = _decoder_tensors(config, random)
     for layer in range(layers):
         tensors |= _gpt_oss_layer(config, random, f"model.layers.{layer}.", mxfp4)
+    written = _write(Path(directory), config, tensors, dtype, shards, tokenizer and not harmony)
+    if harmony:
+        write_harmony_tokenizer(written)
+    return written
+
+
+def write_tiny_qwen3(
+    directory: str | Path,
+    *,
+    mixture: bool = False,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    shards: int = 1,
+    tokenizer: bool = True,
+    **overrides: Any,
+) -> Path:
+    """Writes a Qwen3 checkpoint, dense or with a mixture of experts. Returns the directory."""
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM" if mixture else "Qwen3ForCausalLM"],
+        "model_type": "qwen3_moe" if mixture else "qwen3",
+        "vocab_size": TOKENIZER_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "eos_token_id": EOS_ID,
+    }
+    if mixture:
+        config |= {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    config |= overrides
+    random = _Random(seed, dtype)
+    tensors = _decoder_tensors(config, random)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        for name in ("q_norm", "k_norm"):
+            tensors[f"{prefix}self_attn.{name}.weight"] = random.norm(config["head_dim"])
+        if not mixture or layer in config["mlp_only_layers"] or (layer + 1) % config["decoder_sparse_step"]:
+            tensors |= _gated(random, f"{prefix}mlp.", config["hidden_size"], config["intermediate_size"])
+            continue
+        tensors[f"{prefix}mlp.gate.weight"] = random.matrix(config["num_experts"], config["hidden_size"])
+        for expert in range(config["num_experts"]):
+            stem = f"{prefix}mlp.experts.{expert}."
+            tensors |= _gated(random, stem, config["hidden_size"], config["moe_intermediate_size"])
     return _write(Path(directory), config, tensors, dtype, shards, tokenizer)
-
-
-def write_tokenizer(directory: Path) -> None:
-    """Writes a byte-level BPE tokenizer of at most TOKENIZER_SIZE tokens with a chat template."""
-    specials = [BOS, EOS, USER, ASSISTANT, "<|system|>"]
-    pieces = [tuple(merge.split(" ")) for merge in _MERGES.split(",")]
-    tokens = specials + sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens += list(dict.fromkeys(left + right for left, right in pieces))
-    vocabulary = {token: index for index, token in enumerate(tokens[:TOKENIZER_SIZE])}
-    merges = [(left, right) for left, right in pieces if left + right in vocabulary]
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(specials)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    _write_json(
-        directory / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": BOS,
-            "eos_token": EOS,
-            "chat_template": CHAT_TEMPLATE,
-        },
-    )
 
 
 class _Random:
@@ -182,7 +201,7 @@ class _Random:
 
 
 def _decoder_tensors(config: dict[str, Any], random: _Random) -> dict[str, torch.Tensor]:
-    """Embedding, head, norms and attention projections, which both families share."""
+    """Embedding, head, norms and attention projections, which all families share."""
     hidden, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
     width = config["head_dim"]
     tensors = {
@@ -204,6 +223,20 @@ def _decoder_tensors(config: dict[str, Any], random: _Random) -> dict[str, torch
             tensors[f"{prefix}self_attn.{name}.weight"] = random.matrix(rows, columns)
             if config["attention_bias"]:
                 tensors[f"{prefix}self_attn.{name}.bias"] = random.vector(rows)
+    return tensors
+
+
+def _gated(random: _Random, stem: str, hidden: int, intermediate: int, bias: bool = False) -> dict[str, torch.Tensor]:
+    """A gated feed-forward, dense or one expert."""
+    tensors = {}
+    for name, rows, columns in (
+        ("gate_proj", intermediate, hidden),
+        ("up_proj", intermediate, hidden),
+        ("down_proj", hidden, intermediate),
+    ):
+        tensors[f"{stem}{name}.weight"] = random.matrix(rows, columns)
+        if bias:
+            tensors[f"{stem}{name}.bias"] = random.vector(rows)
     return tensors
 
 

@@ -12,10 +12,16 @@ from target_service.models.config import ModelConfig, read_model_config, wrong
 from target_service.models.decoder import Model
 from target_service.models.gpt_oss import build_gpt_oss
 from target_service.models.llama import build_llama
+from target_service.models.qwen3 import build_qwen3
 
 __all__ = ["ForwardBatch", "ForwardOutput", "Model", "ModelConfig", "load_model"]
 
-_FAMILIES = {"LlamaForCausalLM": build_llama, "GptOssForCausalLM": build_gpt_oss}
+_FAMILIES = {
+    "LlamaForCausalLM": build_llama,
+    "GptOssForCausalLM": build_gpt_oss,
+    "Qwen3ForCausalLM": build_qwen3,
+    "Qwen3MoeForCausalLM": build_qwen3,
+}
 
 
 def load_model(

@@ -1,4 +1,4 @@
-"""The decoder that both families are: embedding, layers of two halves, final norm, head."""
+"""The decoder that all families are: embedding, layers of two halves, final norm, head."""
 
 from __future__ import annotations
 

@@ -1,35 +1,52 @@
-"""Takes a model's tensors out of a checkpoint, each exactly once, and refuses a checkpoint that does not fit."""
+"""Takes a model's tensors out of a checkpoint, each exactly once, and refuses a checkpoint that does not fit.
+
+While a model is loaded, memory holds what was loaded so far and at most one tensor more, or the few that are packed
+into one: pages of the file are given back as soon as their tensor has been packed.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
-from outrider.checkpoint import Checkpoint, CheckpointError
+from kernels.linear import PackedWeight, pack_weight
+from kernels.mxfp4 import Mxfp4Weight
+from outrider.checkpoint import Checkpoint, CheckpointError, TensorInfo
 
 # Buffers that old exporters wrote beside the weights; they follow from config.json.
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 _SHOWN = 20
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_BLOCKS, _SCALES = "_blocks", "_scales"
 
 
 def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises CheckpointError with one list of every tensor that is missing, left over or of another shape."""
+    """Raises CheckpointError with one list of every tensor that is missing, left over, or of another shape or type."""
     tensors = {name: info for name, info in checkpoint.tensors.items() if not _DERIVED.search(name)}
     faults = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in tensors]
     faults += [f"left over {name} {list(info.shape)}" for name, info in tensors.items() if name not in expected]
-    faults += [
-        f"{name}: expected {list(shape)}, found {list(tensors[name].shape)} in {tensors[name].file.name}"
-        for name, shape in expected.items()
-        if name in tensors and tensors[name].shape != shape
-    ]
+    for name, shape in expected.items():
+        if name in tensors:
+            faults += _faults(tensors[name], shape)
     if faults:
         more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
         raise CheckpointError(
             f"{checkpoint.directory}: {len(faults)} tensors do not fit config.json:\n  "
             + "\n  ".join(faults[:_SHOWN] + more)
         )
+
+
+def _faults(info: TensorInfo, shape: tuple[int, ...]) -> Iterator[str]:
+    if info.shape != shape:
+        yield f"{info.name}: expected {list(shape)}, found {list(info.shape)} in {info.file.name}"
+    elif info.name.endswith((_BLOCKS, _SCALES)):
+        if info.dtype != torch.uint8:
+            yield f"{info.name}: expected uint8, found {info.dtype} in {info.file.name}"
+    elif info.dtype not in _FLOATS:
+        yield f"{info.name}: expected floats of 16 bits or more, found {info.dtype} in {info.file.name}"
 
 
 class Weights:
@@ -45,7 +62,11 @@ class Weights:
 
     def __call__(self, name: str) -> torch.Tensor:
         """Returns one tensor in the model's dtype."""
-        return self.checkpoint.load(name).to(self.device, self.dtype)
+        stored = self.checkpoint.load(name)
+        tensor = stored.to(self.device, self.dtype)
+        if tensor is not stored:
+            self.checkpoint.release(name)
+        return tensor
 
     def raw(self, name: str) -> torch.Tensor:
         """Returns one tensor as it is stored."""
@@ -54,3 +75,55 @@ class Weights:
     def optional(self, name: str) -> torch.Tensor | None:
         """Returns one tensor, or None where the checkpoint has none of that name."""
         return self(name) if name in self else None
+
+    def linear(self, *stems: str) -> PackedWeight:
+        """Packs the weights `stem.weight` [outputs, inputs], and their biases where stored, side by side."""
+        names, biases = [f"{stem}.weight" for stem in stems], [f"{stem}.bias" for stem in stems]
+        bias = [self(name) for name in biases if name in self] or None
+        if len(names) == 1:
+            with self._passing(names[0]) as weight:
+                return pack_weight(weight, bias)
+        outputs = [self.checkpoint.tensors[name].shape[0] for name in names]
+        joined = self._empty(sum(outputs), self.checkpoint.tensors[names[0]].shape[1])
+        self._fill(joined.split(outputs), names)
+        return pack_weight(joined, bias)
+
+    def interleaved(self, first: str, second: str) -> PackedWeight:
+        """Packs `first.weight` and `second.weight`, both [outputs, inputs], their rows in turn."""
+        names = [f"{first}.weight", f"{second}.weight"]
+        outputs, inputs = self.checkpoint.tensors[names[0]].shape
+        joined = self._empty(2 * outputs, inputs)
+        self._fill((joined[0::2], joined[1::2]), names)
+        return pack_weight(joined)
+
+    def experts(self, stem: str) -> list[PackedWeight | Mxfp4Weight]:
+        """Packs each expert of gpt-oss's `stem`: blocks and scales as they are, or [E, inputs, outputs]; its bias."""
+        biases = self(f"{stem}_bias")
+        if f"{stem}{_BLOCKS}" not in self:
+            with self._passing(stem) as stored:
+                return [pack_weight(matrix.T, bias) for matrix, bias in zip(stored, biases, strict=True)]
+        names = f"{stem}{_BLOCKS}", f"{stem}{_SCALES}"
+        parts = zip(self.raw(names[0]), self.raw(names[1]), biases, strict=True)
+        try:
+            return [Mxfp4Weight(blocks, scales, bias, self.dtype) for blocks, scales, bias in parts]
+        except ValueError as error:
+            raise CheckpointError(f"{self.checkpoint.directory}: {names[1]}: {error}") from None
+        finally:
+            for name in names:
+                self.checkpoint.release(name)
+
+    @contextmanager
+    def _passing(self, name: str) -> Iterator[torch.Tensor]:
+        """A tensor that is wanted inside only."""
+        try:
+            yield self(name)
+        finally:
+            self.checkpoint.release(name)
+
+    def _empty(self, outputs: int, inputs: int) -> torch.Tensor:
+        return torch.empty(outputs, inputs, dtype=self.dtype, device=self.device)
+
+    def _fill(self, parts: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+        for part, name in zip(parts, names, strict=True):
+            with self._passing(name) as weight:
+                part.copy_(weight)

@@ -46,6 +46,14 @@ def test_loading_never_changes_the_file(directory):
     assert (directory / "model.safetensors").read_bytes() == before
 
 
+def test_a_released_tensor_is_read_again(directory, tensors):
+    checkpoint = Checkpoint(directory)
+    held = {name: checkpoint.load(name) for name in tensors}
+    for name in tensors:
+        checkpoint.release(name)
+    assert all(torch.equal(held[name], tensor) for name, tensor in tensors.items())
+
+
 def test_shards_hold_what_one_file_holds(tmp_path):
     whole = Checkpoint(write_tiny_llama(tmp_path / "whole"))
     sharded = Checkpoint(write_tiny_llama(tmp_path / "sharded", shards=3))

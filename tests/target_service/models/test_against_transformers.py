@@ -8,10 +8,11 @@ import json
 
 import pytest
 import torch
-import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from kernels import native
+from outrider.checkpoint import Checkpoint
 from target_service.models import load_model
 from tests.target_service.models.histories import Run, chains, chunks
 
@@ -31,9 +32,23 @@ def _agree(logits, expected, tolerance):
     assert torch.equal(logits.argmax(-1)[clear], expected.argmax(-1)[clear])
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-biased", "gpt-oss"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "llama-biased",
+        "llama-3",
+        "llama-3-new",
+        "gpt-oss",
+        "gpt-oss-mxfp4",
+        "qwen3",
+        "qwen3-tied",
+        "qwen3-moe",
+        "qwen3-moe-mixed",
+    ],
+)
 def test_logits_and_boundaries(checkpoints, reference, family):
-    model = load_model(checkpoints[family])
+    model = load_model(checkpoints[family], dtype="float32")
     layers, hidden = model.config.num_layers, model.config.hidden_size
     expected, states = reference(family, _tokens())
     rows = chunks(Run(model, _tokens(), range(layers + 2)), [LENGTH])
@@ -45,9 +60,9 @@ def test_logits_and_boundaries(checkpoints, reference, family):
     torch.testing.assert_close(captured[layers + 1], states[layers], rtol=0, atol=1e-4)
     assert torch.equal(captured[layers + 1], final)
     # Boundary N is in no list of transformers': the final norm of it must give boundary N + 1.
-    norm = load_file(checkpoints[family] / "model.safetensors")["model.norm.weight"]
+    norm = Checkpoint(checkpoints[family]).load("model.norm.weight").float()
     last = captured[layers]
-    normed = last * torch.rsqrt(last.square().mean(-1, keepdim=True) + 1e-5) * norm
+    normed = last * torch.rsqrt(last.square().mean(-1, keepdim=True) + model.config.rms_norm_eps) * norm
     torch.testing.assert_close(normed, final, rtol=0, atol=1e-5)
 
 
@@ -58,23 +73,35 @@ def test_chains_with_rejections_at_every_place(checkpoints, reference, family):
     _agree(chains(Run(model, _tokens()), prompt=70, longest=5)[:, model.config.hidden_size :], expected, 1e-4)
 
 
-def test_mxfp4_experts(checkpoints, tmp_path):
-    """Published blocks and scales against the same experts dequantised by transformers."""
+def test_both_spellings_of_llama_3_rope_are_one(checkpoints):
+    rows = [chunks(Run(load_model(checkpoints[name]), _tokens()), [LENGTH]) for name in ("llama-3", "llama-3-new")]
+    assert torch.equal(*rows)
+    plain = load_model(checkpoints["llama-3"])._layers[0].attention.rotary.cos
+    assert not torch.equal(plain, load_model(checkpoints["llama"])._layers[0].attention.rotary.cos)
+
+
+@pytest.mark.parametrize("form", ["native", "torch"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_stay_packed_and_compute_like_dequantised_ones(checkpoints, tmp_path, dtype, form):
+    """Published blocks and scales against the same experts dequantised by transformers: in C to the bit."""
     directory = checkpoints["gpt-oss-mxfp4"]
-    tensors = load_file(directory / "model.safetensors")
+    published = Checkpoint(directory)
+    tensors = {name: published.load(name) for name in published.tensors}
     for name in [name for name in tensors if name.endswith("_blocks")]:
         stem = name.removesuffix("_blocks")
         blocks, scales = tensors.pop(name), tensors.pop(f"{stem}_scales")
         tensors[stem] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).contiguous()
-    config = json.loads((directory / "config.json").read_text())
-    del config["quantization_config"]
+    config = {key: value for key, value in published.config.items() if key != "quantization_config"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float32, attn_implementation="eager"
-    )
-    with torch.inference_mode():
-        expected = reference(_tokens()[None]).logits[0]
-    for checkpoint in (directory, tmp_path):
-        model = load_model(checkpoint, dtype="float32")
-        _agree(chunks(Run(model, _tokens()), [LENGTH])[:, 64:], expected, 1e-4)
+    with native.form(form):
+        packed, plain = (load_model(checkpoint, dtype=dtype) for checkpoint in (directory, tmp_path))
+        results = [chunks(Run(model, _tokens()), [LENGTH]) for model in (packed, plain)]
+    if form == "native":
+        assert torch.equal(*results)
+    else:
+        tolerance = 1e-4 if dtype == "float32" else 0.1
+        torch.testing.assert_close(*results, rtol=0, atol=tolerance)
+    experts = packed._layers[0].feed_forward.experts
+    held = sum(weight.num_bytes for weight in (*experts.gate_up, *experts.down))
+    assert held == 8 * (192 * 64 + 64 * 96) * 17 // 32, "4.25 bits a weight"

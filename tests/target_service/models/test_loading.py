@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from outrider.checkpoint import CheckpointError
 from target_service.models import load_model
-from tests.models import write_tiny_gpt_oss, write_tiny_llama
+from tests.models import write_tiny_gpt_oss, write_tiny_llama, write_tiny_qwen3
 
 
 def _edit_config(directory, file="config.json", **changes):
@@ -90,13 +90,18 @@ def test_shards_and_old_buffers_change_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "architectures: expected one of LlamaForCausalLM, GptOssForCausalLM"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "architectures: expected one of LlamaForCausalLM, GptOss",
+        ),
         ({"architectures": None}, "architectures: expected one of"),
         ({"hidden_size": None}, "hidden_size: expected a positive integer, found None"),
         ({"vocab_size": -3}, "vocab_size: expected a positive integer, found -3"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor of num_attention_heads 8, found 3"),
         ({"head_dim": 15}, "head_dim: expected an even number, found 15"),
         ({"hidden_act": "gelu"}, "hidden_act: expected silu, found 'gelu'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: expected none for this architecture"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "config.json: rope scaling: expected 'original_max_"),
     ],
 )
 def test_refuses_a_config(tmp_path, changes, message):
@@ -129,6 +134,60 @@ def test_one_list_of_every_fault(tmp_path):
     assert "missing model.norm.weight [64]" in text
     assert "left over model.layers.4.extra [2]" in text
     assert "model.layers.1.mlp.up_proj.weight: expected [160, 64], found [3, 64] in model.safetensors" in text
+
+
+def test_one_list_of_every_fault_of_a_mixture(tmp_path):
+    def damage(tensors):
+        del tensors["model.layers.1.mlp.experts.7.down_proj.weight"]
+        del tensors["model.layers.0.self_attn.k_norm.weight"]
+        tensors["model.layers.0.mlp.experts.8.up_proj.weight"] = torch.zeros(48, 64)
+        tensors["model.layers.0.mlp.gate.weight"] = torch.zeros(8, 63)
+        tensors["model.layers.2.mlp.gate.weight"] = torch.zeros(8, 64, dtype=torch.int8)
+
+    _edit_tensors(write_tiny_qwen3(tmp_path, mixture=True), damage)
+    with pytest.raises(CheckpointError) as error:
+        load_model(tmp_path)
+    text = str(error.value)
+    assert "5 tensors do not fit config.json" in text
+    assert "missing model.layers.1.mlp.experts.7.down_proj.weight [64, 48]" in text
+    assert "missing model.layers.0.self_attn.k_norm.weight [32]" in text
+    assert "left over model.layers.0.mlp.experts.8.up_proj.weight [48, 64]" in text
+    assert "model.layers.0.mlp.gate.weight: expected [8, 64], found [8, 63] in model.safetensors" in text
+    assert "model.layers.2.mlp.gate.weight: expected floats of 16 bits or more, found torch.int8" in text
+
+
+def test_refuses_packed_experts_that_are_not_bytes_or_not_numbers(tmp_path):
+    scales = "model.layers.1.mlp.experts.down_proj_scales"
+    _edit_tensors(
+        write_tiny_gpt_oss(tmp_path / "floats", num_hidden_layers=2),
+        lambda tensors: tensors.update({scales: tensors[scales].float()}),
+    )
+    with pytest.raises(CheckpointError, match=f"{scales}: expected uint8, found torch.float32"):
+        load_model(tmp_path / "floats")
+    _edit_tensors(
+        write_tiny_gpt_oss(tmp_path / "nan", num_hidden_layers=2), lambda tensors: tensors[scales][3].fill_(255)
+    )
+    with pytest.raises(CheckpointError, match=f"{scales}: MXFP4: expected scales up to 254, found 255"):
+        load_model(tmp_path / "nan")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": None}, "head_dim: expected a positive integer, found None"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok: expected at most num_experts 8, found 9"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size: expected a positive integer, found None"),
+        ({"mlp_only_layers": [0]}, "missing model.layers.0.mlp.gate_proj.weight"),
+        ({"decoder_sparse_step": 2}, "missing model.layers.0.mlp.gate_proj.weight"),
+        ({"use_sliding_window": True, "sliding_window": "wide"}, "sliding_window: expected a positive integer"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "left over model.layers.0.mlp.experts.0.down_proj.weight"),
+    ],
+)
+def test_refuses_a_qwen3_config(tmp_path, changes, message):
+    write_tiny_qwen3(tmp_path, mixture=True)
+    _edit_config(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize(

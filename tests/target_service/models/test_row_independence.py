@@ -19,7 +19,7 @@ def _tokens(count, vocabulary=320):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", ["llama", "gpt-oss"])
+@pytest.mark.parametrize("family", ["llama", "gpt-oss", "gpt-oss-packed", "qwen3-tied", "qwen3-moe-mixed"])
 def test_every_history_gives_the_same_bits(checkpoints, family, dtype, form):
     with native.form(form):
         model = load_model(checkpoints[family], dtype=dtype)
