@@ -61,4 +61,9 @@ def trio(
         draft = stack.enter_context(start_draft(draft_model, started.address))
         front = stack.enter_context(start_gateway([f"{started.address}={draft.address}"], *(gateway or [])))
         eventually(lambda: front.metric("outrider_peer_available") == 2, dump=[started, draft, front])
-        yield Trio(started, draft, front)
+        services = Trio(started, draft, front)
+        try:
+            yield services
+        finally:
+            for service in services.services:  # also those that a test has started anew
+                service.kill()
