@@ -3,7 +3,7 @@
 The PyTorch form computes at most 32 rows at a time, padded to a multiple of eight: the library then takes the same
 kernel for one row and for five. Whether that holds for a shape on this processor is checked once, when its weight is
 packed; where it does not, fixed blocks of eight rows, or single rows, are used instead. In the native form every
-output is one chain of multiply-adds in the order of the inputs (native/linear.h).
+output is added up in one order by construction (native/linear.h).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-// y = x . w + bias. Every output is one chain of multiply-adds in the order of the inputs, whatever the tile or thread.
+// y = x . w + bias. Every output is added up in one order, whatever the tile or thread: a chain of multiply-adds for
+// each SPAN inputs, and the chains' results in turn (one long chain would lose three times as much to rounding).
 //
 // Weights are packed in panels of PANEL outputs: for each pair of inputs k, k + 1, first that pair of each output.
 // A bfloat16 pair fills 32 bits, so that one load gives the k of eight (sixteen) outputs by a shift and their k + 1
@@ -48,7 +49,7 @@ INLINE wide wide_fma(wide a, wide b, wide c) {
 #endif
 }
 
-enum { PANEL = 2 * WIDE, MAX_TILE_ROWS = 6, MAX_TILE_PANELS = 4, ROW_BLOCK_FLOATS = 48 * 1024 };
+enum { PANEL = 2 * WIDE, MAX_TILE_ROWS = 6, MAX_TILE_PANELS = 4, SPAN = 256, ROW_BLOCK_FLOATS = 48 * 1024 };
 
 enum { FLOAT32, BFLOAT16, MXFP4 };
 
@@ -93,9 +94,10 @@ typedef struct {
         r##P##_##M##_0 = wide_fma(w0, b, r##P##_##M##_0);        \
         r##P##_##M##_1 = wide_fma(w1, b, r##P##_##M##_1);        \
     }
-#define STORE(M, P)                                              \
-    wide_store(tile + M * tile_stride + P * PANEL, r##P##_##M##_0); \
-    wide_store(tile + M * tile_stride + P * PANEL + WIDE, r##P##_##M##_1);
+#define ADD_TO(AT, R) wide_store(AT, start ? wide_load(AT) + R : R);
+#define ADD(M, P)                                                \
+    ADD_TO(tile + M * tile_stride + P * PANEL, r##P##_##M##_0)   \
+    ADD_TO(tile + M * tile_stride + P * PANEL + WIDE, r##P##_##M##_1)
 // How far ahead of its use a weight is fetched: more rows take longer over a line, and read one panel at a time.
 enum { PREFETCH_1 = 1024, PREFETCH_2 = 1024, PREFETCH_3 = 1024, PREFETCH_4 = 4096, PREFETCH_5 = 4096, PREFETCH_6 = 4096 };
 #define DECLARE_PANEL(P, TYPE, ROWS) EACH_ROW_##ROWS(DECLARE, P)
@@ -108,7 +110,7 @@ enum { PREFETCH_1 = 1024, PREFETCH_2 = 1024, PREFETCH_3 = 1024, PREFETCH_4 = 409
         w0 = ODD_##TYPE(w, 0), w1 = ODD_##TYPE(w, 1);            \
         EACH_ROW_##ROWS(STEP, P, 1)                              \
     }
-#define STORE_PANEL(P, TYPE, ROWS) EACH_ROW_##ROWS(STORE, P)
+#define ADD_PANEL(P, TYPE, ROWS) EACH_ROW_##ROWS(ADD, P)
 
 // ROWS rows of x against PANELS panels, into tile[ROWS][PANELS * PANEL].
 #define DEFINE_TILE(TYPE, ROWS, PANELS)                                                                   \
@@ -116,9 +118,12 @@ enum { PREFETCH_1 = 1024, PREFETCH_2 = 1024, PREFETCH_3 = 1024, PREFETCH_4 = 409
         const void *packed, const float *restrict x, int64_t inputs, float *restrict tile) {              \
         const TYPE *weights = packed;                                                                     \
         const int64_t panel_size = inputs * PANEL, tile_stride = (PANELS) * PANEL;                        \
-        EACH_PANEL_##PANELS(DECLARE_PANEL, TYPE, ROWS)                                                    \
-        for (int64_t k = 0; k < inputs; k += 2) { EACH_PANEL_##PANELS(STEP_PANEL, TYPE, ROWS) }           \
-        EACH_PANEL_##PANELS(STORE_PANEL, TYPE, ROWS)                                                      \
+        for (int64_t start = 0; start < inputs; start += SPAN) {                                          \
+            int64_t stop = start + SPAN < inputs ? start + SPAN : inputs;                                 \
+            EACH_PANEL_##PANELS(DECLARE_PANEL, TYPE, ROWS)                                                \
+            for (int64_t k = start; k < stop; k += 2) { EACH_PANEL_##PANELS(STEP_PANEL, TYPE, ROWS) }     \
+            EACH_PANEL_##PANELS(ADD_PANEL, TYPE, ROWS)                                                    \
+        }                                                                                                 \
     }
 
 // Few rows take several panels at once: eight chains hide the latency of a multiply-add.
