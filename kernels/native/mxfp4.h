@@ -63,15 +63,18 @@ INLINE wide codes_scale(codes c) { return (wide)((c << 23) | ((codes)(c == 0) & 
         const void *packed, const float *restrict x, int64_t inputs, float *restrict tile) {              \
         const uint8_t *weights = packed;                                                                  \
         const int64_t panel_size = inputs / GROUP * GROUP_ROWS * PANEL, tile_stride = (PANELS) * PANEL;   \
-        EACH_PANEL_##PANELS(DECLARE_PANEL, mxfp4, ROWS)                                                   \
-        for (int64_t g = 0; g < inputs / GROUP; g++) {                                                    \
-            EACH_PANEL_##PANELS(LOAD_SCALES, ROWS)                                                        \
-            for (int64_t j = 0; j < GROUP / 2; j++) {                                                     \
-                int64_t k = g * GROUP + 2 * j;                                                            \
-                EACH_PANEL_##PANELS(STEP_PACKED_PANEL, ROWS)                                              \
+        for (int64_t start = 0; start < inputs; start += SPAN) {                                          \
+            int64_t stop = start + SPAN < inputs ? start + SPAN : inputs;                                 \
+            EACH_PANEL_##PANELS(DECLARE_PANEL, mxfp4, ROWS)                                               \
+            for (int64_t g = start / GROUP; g < stop / GROUP; g++) {                                      \
+                EACH_PANEL_##PANELS(LOAD_SCALES, ROWS)                                                    \
+                for (int64_t j = 0; j < GROUP / 2; j++) {                                                 \
+                    int64_t k = g * GROUP + 2 * j;                                                        \
+                    EACH_PANEL_##PANELS(STEP_PACKED_PANEL, ROWS)                                          \
+                }                                                                                         \
             }                                                                                             \
+            EACH_PANEL_##PANELS(ADD_PANEL, mxfp4, ROWS)                                                   \
         }                                                                                                 \
-        EACH_PANEL_##PANELS(STORE_PANEL, mxfp4, ROWS)                                                     \
     }
 
 DEFINE_PACKED_TILE(1, 4) DEFINE_PACKED_TILE(1, 2) DEFINE_PACKED_TILE(1, 1)
