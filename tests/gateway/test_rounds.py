@@ -192,3 +192,16 @@ async def test_a_prompt_of_20000_tokens() -> None:
         assert answers[1].usage.accepted_tokens > 0
         assert large.drafts[0].metric("outrider_rows_total") >= 20000
         assert large.drafts[0].metric("outrider_audit_failures_total") == 0
+
+
+async def test_the_table_on_request_shows_services_and_requests(cluster: Cluster) -> None:
+    async with Client(cluster.gateway.address) as client:
+        request_id = "shown,delay=0.05"
+        running = asyncio.create_task(client.generate(max_new_tokens=40, ignore_eos=True, request_id=request_id))
+        await asyncio.sleep(0.2)
+        await asyncio.to_thread(cluster.gateway.dump)
+        await running
+    table = cluster.gateway.text
+    assert f"request {request_id} running prompt=3" in table
+    assert f"target {cluster.targets[0].address} available sequences=" in table
+    assert f"draft {cluster.drafts[0].address} available sequences=" in table
