@@ -21,6 +21,7 @@ import torch
 from tqdm import tqdm
 
 _INDEX = "model.safetensors.index.json"
+_WINDOW = max(1 << 16, mmap.PAGESIZE)  # what the kernel maps around a page that is read: a neighbour's, too
 _MAX_HEADER_BYTES = 100 * 1024 * 1024
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -90,8 +91,9 @@ class Checkpoint:
         info = self.tensors[name]
         pages = self._maps.get(info.file)
         if pages is not None and info.num_bytes:
-            begin = info.begin // mmap.PAGESIZE * mmap.PAGESIZE
-            pages.madvise(mmap.MADV_DONTNEED, begin, info.end - begin)
+            begin = info.begin // _WINDOW * _WINDOW
+            end = min(-(-info.end // _WINDOW) * _WINDOW, len(pages))
+            pages.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     @contextmanager
     def progress(self, description: str) -> Iterator[None]:
