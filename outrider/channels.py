@@ -29,7 +29,8 @@ def channel_options(max_message_bytes: int = SERVICE_MESSAGE_BYTES) -> list[tupl
         # A channel of its own per client: a shared subchannel would share its backoff too.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # How long one attempt may take, not how often one is made: a busy or distant peer answers late.
+        ("grpc.min_reconnect_backoff_ms", 2_000),
         ("grpc.max_reconnect_backoff_ms", 1_000),
     ]
 

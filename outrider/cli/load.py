@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -129,24 +130,32 @@ def random_prompts(count: int, length: int, vocabulary: int, seed: int) -> list[
     ]
 
 
+def with_chain(template: gateway_pb2.GenerateRequest, draft_tokens: int | None) -> gateway_pb2.GenerateRequest:
+    """The same request with chains of at most `draft_tokens`; None leaves that to the gateway."""
+    request = gateway_pb2.GenerateRequest()
+    request.CopyFrom(template)
+    if (wanted := speculation(draft_tokens)) is not None:
+        request.speculation.CopyFrom(wanted)
+    return request
+
+
 async def measure(
     stub: gateway_pb2_grpc.GatewayServiceStub,
     requests: Sequence[gateway_pb2.GenerateRequest],
     concurrency: int,
     draft_tokens: int | None,
 ) -> Measurement:
-    """Sends all requests, `concurrency` at a time; the first error ends it and is raised."""
+    """Sends all requests, `concurrency` at a time, and says on standard error how fast they were answered.
+
+    The first error ends it and is raised.
+    """
     waiting = iter(requests)
     finished: list[Generation] = []
     label = "K default" if draft_tokens is None else f"K = {draft_tokens}"
 
     async def work(bar: tqdm) -> None:
         for template in waiting:
-            request = gateway_pb2.GenerateRequest()
-            request.CopyFrom(template)
-            if (wanted := speculation(draft_tokens)) is not None:
-                request.speculation.CopyFrom(wanted)
-            finished.append(await generate(stub, request))
+            finished.append(await generate(stub, with_chain(template, draft_tokens)))
             bar.update()
 
     with tqdm(total=len(requests), desc=label, leave=False, unit="request") as bar:
@@ -158,4 +167,9 @@ async def measure(
             for worker in workers:
                 worker.cancel()
             await asyncio.wait(workers)
-        return Measurement(draft_tokens, finished, time.perf_counter() - began)
+        result = Measurement(draft_tokens, finished, time.perf_counter() - began)
+        bar.write(
+            f"{label}: {result.tokens_per_second:.1f} tok/s, acceptance length {result.acceptance.length:.2f}",
+            file=sys.stderr,
+        )
+        return result

@@ -81,7 +81,7 @@ async def take_apart(
         warm_up.max_new_tokens = _WARM_UP_TOKENS
         result = Speed([])
         for chain in chains:
-            await load.measure(stub, [warm_up], 1, chain)
+            await client.generate(stub, load.with_chain(warm_up, chain))
             result.measurements.append(await load.measure(stub, requests, 1, chain))
     await _time_steps(options, boundaries, result)
     if transformers:
