@@ -48,7 +48,6 @@ def checkpoints(tmp_path_factory):
         "qwen3-moe-mixed": write_tiny_qwen3(
             root / "qwen3-moe-mixed",
             mixture=True,
-            num_hidden_layers=6,
             norm_topk_prob=False,
             decoder_sparse_step=2,
             mlp_only_layers=[3],
