@@ -58,7 +58,11 @@ def scripted_cluster(
         front = stack.enter_context(start_gateway(pairs, *(gateway or [])))
         cluster = Cluster(started, beside, front)
         eventually(lambda: front.metric("outrider_peer_available") == len(started) + len(beside))
-        yield cluster
+        try:
+            yield cluster
+        finally:
+            for service in cluster.services:  # those that a test has started in place of others, too
+                service.kill()
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 5.0, dump: list[Service] | None = None) -> None:
