@@ -45,6 +45,8 @@ class Chooser:
         """The part of a bias over target ids that concerns the draft vocabulary; None where nothing does."""
         ids = self._draft_ids[torch.tensor(list(logit_bias), dtype=torch.int64)]
         values = torch.tensor(list(logit_bias.values()), dtype=torch.float32)
+        # A banned token's -inf is made finite: where all are banned, the row stays free of nan.
+        values.clamp_(min=torch.finfo(torch.float32).min)
         kept = ids >= 0
         return (ids[kept].to(self._device), values[kept].to(self._device)) if kept.any() else None
 

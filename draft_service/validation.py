@@ -18,6 +18,8 @@ from outrider.errors import InvalidArgument
 from outrider.tensors import decode
 from outrider.v1 import common_pb2, draft_pb2
 
+_LARGEST_POSITION = 2**32 - 1
+
 
 class SliceReader(Protocol):
     """Reads slices of the attached target's buffers."""
@@ -49,8 +51,10 @@ def read_sampling(message: common_pb2.SamplingParams, rules: CommandRules) -> Pr
             raise InvalidArgument(
                 "open.sampling.logit_bias", f"expected token ids below {rules.vocab_size}, found {token_id}"
             )
-        if not math.isfinite(bias):
-            raise InvalidArgument("open.sampling.logit_bias", f"expected finite numbers, found {bias} for {token_id}")
+        if math.isnan(bias) or bias == math.inf:  # -inf bans a token, as at the target
+            raise InvalidArgument(
+                "open.sampling.logit_bias", f"expected numbers below infinity, found {bias} for {token_id}"
+            )
     return ProposalSampling(
         temperature=temperature,
         seed=message.seed if message.HasField("seed") else None,
@@ -66,7 +70,7 @@ def read_extend(command: draft_pb2.DraftCommand.ExtendDraft, sequence: DraftSequ
     try:
         return Extend(
             sequence,
-            command.hidden_states.first_position,
+            _checked_first_position(command, len(command.token_ids)),
             _checked_states(states, rules),
             _checked_token_ids(command, len(states), rules),
             command.num_draft_tokens,
@@ -78,6 +82,14 @@ def read_extend(command: draft_pb2.DraftCommand.ExtendDraft, sequence: DraftSequ
         if on_read is not None:
             on_read()
         raise
+
+
+def _checked_first_position(command: draft_pb2.DraftCommand.ExtendDraft, num_rows: int) -> int:
+    # The proposal's own first_position, one past the last row's token, must fit its field.
+    first, largest = command.hidden_states.first_position, _LARGEST_POSITION - num_rows - 1
+    if first > largest:
+        raise InvalidArgument("extend.hidden_states.first_position", f"expected at most {largest}, found {first}")
+    return first
 
 
 def _checked_states(states: torch.Tensor, rules: CommandRules) -> torch.Tensor:

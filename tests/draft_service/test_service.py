@@ -1,6 +1,7 @@
 """The draft service as a process beside a stub target: its RPCs, to the letter."""
 
 import asyncio
+import math
 import threading
 
 import grpc
@@ -111,6 +112,7 @@ async def test_bad_commands_name_the_field_and_fail_their_sequence_only(served, 
         (extend_draft(2, 0, states[:0], [], 1), "extend.hidden_states.tensor.shape", "at least one row"),
         (extend_draft(2, 0, states, tokens[:2], 1), "extend.token_ids", "found 2"),
         (extend_draft(2, 0, states, [1, 2, 320], 1), "extend.token_ids", "found 320"),
+        (extend_draft(2, 2**32 - 4, states, tokens, 1), "extend.hidden_states.first_position", "4294967291"),
         (extend_draft(2, 0, states, tokens, 1, float("nan")), "extend.min_confidence", "nan"),
         (extend_draft(2, 0, states, tokens, 1, 1.5), "extend.min_confidence", "1.5"),
         (draft_pb2.DraftCommand(sequence_id=2), "command", "none"),
@@ -138,6 +140,22 @@ async def test_bad_commands_name_the_field_and_fail_their_sequence_only(served, 
     again = await client.propose(extend_draft(1, 0, states, tokens, 2))
     assert again.token_ids == first.token_ids
     assert service.metric("outrider_num_requests_running") == 1
+
+
+async def test_banned_tokens_are_not_proposed_and_a_wholly_banned_vocabulary_is_survived(client):
+    states, tokens = random_rows(3)
+    await client.send(open_draft(1))
+    free = (await client.propose(extend_draft(1, 0, states, tokens, 3))).token_ids
+    for temperature in (0.0, 1.0):
+        banned = dict.fromkeys(free, -math.inf)
+        await client.send(open_draft(2, temperature=temperature, seed=1, logit_bias=banned))
+        chain = await client.propose(extend_draft(2, 0, states, tokens, 3))
+        assert len(chain.token_ids) == 3 and not set(chain.token_ids) & set(free)
+        everything = dict.fromkeys(range(320), -math.inf)
+        await client.send(open_draft(3, temperature=temperature, seed=1, logit_bias=everything))
+        chain = await client.propose(extend_draft(3, 0, states, tokens, 3))
+        assert all(math.isfinite(probability) for probability in chain.probabilities)
+        await client.send(close_draft(2), close_draft(3))
 
 
 async def expect_error(client, sequence_id, code, field, text):
