@@ -13,6 +13,7 @@ from outrider.cli.client import DEFAULT_ADDRESS
 from outrider.settings import usage_error
 from outrider.v1 import common_pb2, gateway_pb2
 
+UINT32 = 2**32 - 1  # the largest value of the contract's fields
 Address = Annotated[str, typer.Option(help="HOST:PORT of the gateway.", envvar="OUTRIDER_ADDRESS")]
 
 
@@ -22,10 +23,10 @@ class GenerationOptions:
 
     address: Address = DEFAULT_ADDRESS
     model: Annotated[str, typer.Option(help="Which model, where several are served.")] = ""
-    max_new_tokens: Annotated[int, typer.Option(min=0, help="Most tokens; 0: the gateway's default.")] = 0
-    min_new_tokens: Annotated[int, typer.Option(min=0, help="Fewest tokens.")] = 0
+    max_new_tokens: Annotated[int, typer.Option(min=0, max=UINT32, help="Most tokens; 0: the gateway's default.")] = 0
+    min_new_tokens: Annotated[int, typer.Option(min=0, max=UINT32, help="Fewest tokens.")] = 0
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; absent: 1.")] = None
-    top_k: Annotated[int | None, typer.Option(min=0, help="Keep the k most likely tokens.")] = None
+    top_k: Annotated[int | None, typer.Option(min=0, max=UINT32, help="Keep the k most likely tokens.")] = None
     top_p: Annotated[float | None, typer.Option(help="Keep the smallest set that reaches this probability.")] = None
     min_p: Annotated[float | None, typer.Option(help="Keep tokens this fraction as likely as the likeliest.")] = None
     repetition_penalty: Annotated[float | None, typer.Option(help="Divides the logits of tokens seen.")] = None
@@ -36,9 +37,11 @@ class GenerationOptions:
     )
     seed: Annotated[int | None, typer.Option(help="Noise seed; absent: drawn. Negative: mod 2**64.")] = None
     stop: Annotated[list[str], typer.Option(help="A text that ends the answer.")] = field(default_factory=list)
-    stop_token_id: Annotated[list[int], typer.Option(min=0, help="A token that ends it.")] = field(default_factory=list)
+    stop_token_id: Annotated[list[int], typer.Option(min=0, max=UINT32, help="A token that ends it.")] = field(
+        default_factory=list
+    )
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end token.")] = False
-    draft_tokens: Annotated[int | None, typer.Option(min=0, help="Longest chain drafted; 0: none.")] = None
+    draft_tokens: Annotated[int | None, typer.Option(min=0, max=UINT32, help="Longest chain drafted; 0: none.")] = None
     draft_model: Annotated[str, typer.Option(help="Which draft, where several serve the model.")] = ""
     stats: Annotated[bool, typer.Option("--stats", help="Print speed and acceptance at the end.")] = False
     show_drafts: Annotated[

@@ -155,6 +155,15 @@ def test_a_command_that_is_handed_over_has_its_own_flags(command: str, flag: str
     assert refused.returncode == 2 and "--no-such-flag" in refused.stderr
 
 
+@pytest.mark.parametrize(
+    "flag", ["--top-k", "--max-new-tokens", "--min-new-tokens", "--stop-token-id", "--draft-tokens"]
+)
+def test_a_number_that_fits_no_field_of_the_contract_is_an_error_of_the_flag(flag: str) -> None:
+    done = outrider("generate", flag, str(2**32), "hello")
+    assert done.returncode == 2
+    assert flag in done.stderr and "Traceback" not in done.stderr
+
+
 def test_the_command_line_imports_no_service_and_no_torch() -> None:
     names = "('torch', 'numpy', 'target_service', 'draft_service', 'gateway', 'kernels')"
     check = f"import sys, outrider.cli; sys.exit(', '.join(set({names}) & set(sys.modules)) or 0)"
