@@ -1,4 +1,4 @@
-"""Conversations written by the target itself: questions from a list of openers, then its answers to them."""
+"""Conversations written by the target itself: questions from lists of openers and topics, then its answers to them."""
 
 import re
 import time
@@ -25,6 +25,20 @@ STOPWORDS = frozenset(
         short give tell write explain describe take name list way""",
     )
 )
+
+
+class Openers:
+    """Beginnings of questions: the lines of openers.txt, with a topic of topics.txt in place of {}."""
+
+    def __init__(self) -> None:
+        self.frames = (HERE / "openers.txt").read_text().splitlines()
+        lines = (HERE / "topics.txt").read_text().splitlines()
+        self.topics = [topic.strip() for line in lines for topic in line.split(",")]
+
+    def draw(self, count: int, random: np.random.Generator) -> list[str]:
+        """`count` random beginnings."""
+        frames, topics = random.integers(len(self.frames), size=count), random.integers(len(self.topics), size=count)
+        return [self.frames[i].format(self.topics[j]) for i, j in zip(frames, topics, strict=True)]
 
 
 class Chat:
@@ -73,18 +87,19 @@ def new_questions(texts: list[str], held_out: list[str]) -> list[str]:
 
 
 def write_questions(
-    writer: Writer, chat: Chat, openers: list[str], held_out: list[str], count: int, random: np.random.Generator
+    writer: Writer, chat: Chat, openers: Openers, held_out: list[str], count: int, random: np.random.Generator
 ) -> list[str]:
     """Questions that the target writes after `count` random openers, those that are new and end in time."""
-    beginnings = chat.beginnings(openers)
-    picks = random.integers(len(openers), size=count)
+    begun = openers.draw(count, random)
     temperatures = random.uniform(0.5, 1.0, count)
-    endings = writer.write([beginnings[i] for i in picks], temperatures, QUESTION_TOKENS)
+    endings = writer.write(chat.beginnings(begun), temperatures, QUESTION_TOKENS)
     whole = [
-        (i, ending) for i, ending in zip(picks, endings, strict=True) if len(ending) and ending[-1] == END_TOKENS[1]
+        (start, ending)
+        for start, ending in zip(begun, endings, strict=True)
+        if len(ending) and ending[-1] == END_TOKENS[1]
     ]
     texts = chat.tokenizer.decode_batch([ending[:-1].tolist() for _, ending in whole])
-    return new_questions([openers[i] + text for (i, _), text in zip(whole, texts, strict=True)], held_out)
+    return new_questions([start + text for (start, _), text in zip(whole, texts, strict=True)], held_out)
 
 
 def write_conversations(
@@ -105,7 +120,7 @@ def write_data(target: Target, chat: Chat, output: Path, seconds: float, tiny: b
     """Saves conversations for training and for tests: rounds of questions and answers until the time is over."""
     random = np.random.default_rng(0)
     torch.manual_seed(0)
-    openers = (HERE / "openers.txt").read_text().split("\n")[:-1]
+    openers = Openers()
     writer = Writer(target, 4 if tiny else 3072, 104 if tiny else 320)
     max_new, count = (40, 12) if tiny else (256, 30_000)
     start, parts = time.perf_counter(), []

@@ -42,8 +42,8 @@ class Recipe:
     norm_output: bool = True
     norm_before_residual: bool = False
     seconds: float = 510.0
-    rows: int = 48
-    length: int = 512  # tokens of a row; longer conversations are cut
+    rows: int = 40
+    length: int = 640  # tokens of a row; longer conversations are cut
     chain: int = 5  # training-time-test steps
     optimizer: str = "muon"
     learning_rate: float = 2e-3
@@ -180,8 +180,8 @@ def train(
         due = packs["all" if progress <= recipe.mixed else "greedy"]
         if not order or pool is not due:
             pool = due
-            order = list(torch.randperm(len(pool), device=device).split(recipe.rows))
-            order = [index for index in order if len(index) == recipe.rows]
+            rows = min(recipe.rows, len(pool))
+            order = [index for index in torch.randperm(len(pool), device=device).split(rows) if len(index) == rows]
         with mixed_precision(device):
             loss, right = chain_loss(draft, teacher, pool.rows(order.pop()), recipe)
         loss.backward()
