@@ -13,6 +13,8 @@ from draft_service.faults import Faults
 from draft_service.inspection import fit, inspect_draft
 from draft_service.settings import parse_boundaries
 from draft_service.sharing import TargetFacts
+from draft_service.tokenizers import FILE as TOKENIZER
+from draft_service.tokenizers import check_vocabulary
 from outrider.checkpoint import Checkpoint, CheckpointError
 from outrider.settings import run_command
 
@@ -40,10 +42,14 @@ def resolve(draft: Path, target: Path, aux_boundaries: str = "") -> dict[str, st
     override = parse_boundaries(aux_boundaries)
     facts = target_facts(target, faults)
     inspected = inspect_draft(draft, faults)
-    fitted = fit(inspected, facts, override, faults) if inspected and facts else None
+    fitted, compared = None, ""
+    if inspected and facts:
+        fitted = fit(inspected, facts, override, faults)
+        path = target / TOKENIZER
+        compared = check_vocabulary(inspected, facts, path.read_bytes() if path.is_file() else b"", faults)
     faults.raise_if_any()
     assert fitted is not None
-    return fitted.summary()
+    return {**fitted.summary(), "tokenizer": compared}
 
 
 def target_facts(directory: Path, faults: Faults) -> TargetFacts | None:

@@ -22,11 +22,14 @@ from draft_service.settings import Settings, parse_boundaries, size_cache, size_
 from draft_service.shared_tensors import SharedTensors
 from draft_service.sharing import TargetFacts
 from draft_service.target_link import Attachment, TargetLink
+from draft_service.tokenizers import FILE as TOKENIZER
+from draft_service.tokenizers import check_vocabulary
 from draft_service.validation import CommandRules
 from draft_service.weights import load_weights, serving_dtype
 from outrider.engine_thread import EngineThread
 from outrider.errors import FailedPrecondition, Unavailable
 from outrider.server import ServiceFrame
+from outrider.tokenizer_files import fetch_tokenizer
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2
 
 log = logging.getLogger(__name__)
@@ -124,6 +127,8 @@ class DraftServer:
         fitted = fit(draft, facts, parse_boundaries(self._settings.aux_boundaries), faults)
         if missing := sorted(set(fitted.boundaries.values) - set(info.aux_boundaries)):
             faults.add(f"boundaries {missing}: the target emits only {list(info.aux_boundaries)}")
+        tokenizer = await fetch_tokenizer(link.stub) if info.tokenizer_sha256 and draft.vocabulary_sha256 else {}
+        compared = check_vocabulary(draft, facts, tokenizer.get(TOKENIZER, b""), faults)
         faults.raise_if_any()
         if self._target is not None:
             await self._servicer.end_sessions(Unavailable("the draft loads anew: its target is another one"))
@@ -135,7 +140,8 @@ class DraftServer:
         }
         proposer = await asyncio.to_thread(build_proposer, self._settings, fitted, shared, info.max_sequence_length)
         self._shared = None
-        log.info("%s", "; ".join(f"{name}: {value}" for name, value in fitted.summary().items()))
+        summary = {**fitted.summary(), "tokenizer": compared}
+        log.info("%s", "; ".join(f"{name}: {value}" for name, value in summary.items()))
         self._install(proposer, fitted, link, info)
 
     def _install(
@@ -211,7 +217,5 @@ def build_proposer(
 
 def _serves_both(old: target_pb2.GetTargetInfoResponse, new: target_pb2.GetTargetInfoResponse) -> bool:
     """Whether a draft that was loaded beside one target can serve the other as it is."""
-    return all(
-        getattr(old, name) == getattr(new, name)
-        for name in ("weights_fingerprint", "hidden_size", "vocab_size", "num_layers", "max_sequence_length")
-    )
+    sizes = ("hidden_size", "vocab_size", "num_layers", "max_sequence_length")
+    return all(getattr(old, name) == getattr(new, name) for name in ("weights_fingerprint", "tokenizer_sha256", *sizes))

@@ -12,6 +12,7 @@ from gateway.metrics import GatewayMetrics, ModelMetrics, SpeculationMetrics
 from gateway.peers import INFO_SECONDS, Peer
 from gateway.target_session import LOST, OpenSequence, SequenceLost, TargetSequence, TargetSession
 from gateway.tokenizer import ModelTokenizer
+from outrider.tokenizer_files import fetch_tokenizer
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ class Target(Peer):
         info = await self._stub.GetTargetInfo(target_pb2.GetTargetInfoRequest(), timeout=INFO_SECONDS)
         check_target(info)
         if info.tokenizer_sha256 and info.tokenizer_sha256 != self._tokenizer_sha256:
-            self.tokenizer = ModelTokenizer(await self._fetch_tokenizer())
+            self.tokenizer = ModelTokenizer(await fetch_tokenizer(self._stub))
         self._tokenizer_sha256 = info.tokenizer_sha256
         changed = self.known.is_set() and info.weights_fingerprint != self.info.weights_fingerprint
         self.info = info
@@ -137,13 +138,6 @@ class Target(Peer):
         """Ends the session."""
         if self.session is not None:
             self.session.close()
-
-    async def _fetch_tokenizer(self) -> dict[str, bytes]:
-        files: dict[str, bytes] = {}
-        async for piece in self._stub.FetchTokenizer(target_pb2.FetchTokenizerRequest(), timeout=60):
-            files[piece.file] = files.get(piece.file, b"") + piece.data
-        files.pop("", None)
-        return files
 
     def _lost(self, reason: str) -> None:
         self.session = None
