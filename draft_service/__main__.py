@@ -29,6 +29,9 @@ def draft(
     norm_output: Annotated[
         str, typer.Option(help="auto, true or false: whether what is fed back is taken after the final norm.")
     ] = "auto",
+    self_test: Annotated[
+        bool, typer.Option(help="Try it on text that the target writes before it serves; near chance, it does not.")
+    ] = True,
     threads: Annotated[int, typer.Option(help="Threads of computations on a CPU.")] = 1,
     grace: Annotated[float, typer.Option(help="Seconds that open streams get after SIGTERM.")] = 30.0,
     log_level: LogLevel = "info",
@@ -60,7 +63,7 @@ def draft(
             aux_boundaries,
             norm_output,
         ).validated()
-        asyncio.run(DraftServer(settings, listen, metrics_listen).run(grace))
+        asyncio.run(DraftServer(settings, listen, metrics_listen, self_test=self_test).run(grace))
     except (ValueError, OSError, OutriderError) as error:
         print(f"outrider draft: {error}", file=sys.stderr)
         raise typer.Exit(1) from None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry
 
 from draft_service.proposer import Chain, Turn
+from draft_service.self_test import Verdict
 from outrider.metrics import Series
 
 TRANSPORTS = ("inline", "shared_memory")
@@ -21,6 +22,11 @@ class DraftMetrics:
         self.waiting = series.gauge("num_requests_waiting", "Sequences whose rows wait for a step")
         self.cache_usage = series.gauge("kv_cache_usage_perc", "Fraction of the draft's key-value cache in use, 0 to 1")
         self.attached = series.gauge("draft_attached", "1 while attached to its target")
+        self._misfit = series.gauge("draft_misfit", "1 for a draft that its self-test found to be near chance")
+        self._self_test_rows = series.gauge("draft_self_test_rows", "Rows that the self-test compared")
+        self._self_test_agreement = series.gauge(
+            "draft_self_test_agreement", "Share of them at which the first draft token was the target's, 0 to 1"
+        )
         self.proposals = series.counter("draft_proposals", "Chains proposed, also empty ones")
         self.tokens = series.counter("draft_proposed_tokens", "Tokens proposed")
         self.rows = series.counter("draft_rows", "Rows of the target's hidden states taken in")
@@ -32,6 +38,13 @@ class DraftMetrics:
         self.state_bytes = series.counters(
             "hidden_state_bytes", "Hidden states read, by transport", "transport", TRANSPORTS
         )
+
+    def self_test(self, verdict: Verdict) -> None:
+        """What the self-test found."""
+        self._misfit.set(verdict.fits is False)
+        if verdict.agreement is not None:
+            self._self_test_rows.set(verdict.agreement.rows)
+            self._self_test_agreement.set(verdict.agreement.by_step[0])
 
     def step(self, seconds: float, turns: Sequence[Turn], chains: Sequence[Chain]) -> None:
         """Counts one step."""

@@ -17,6 +17,7 @@ from draft_service.inspection import FittedDraft, InspectedDraft, fit, inspect_d
 from draft_service.metrics import DraftMetrics
 from draft_service.model import DraftModel
 from draft_service.proposer import Proposer
+from draft_service.self_test import self_test
 from draft_service.service import DraftServicer
 from draft_service.settings import Settings, parse_boundaries, size_cache, size_limits
 from draft_service.shared_tensors import SharedTensors
@@ -42,8 +43,9 @@ _MISFIT_RETRY_SECONDS = 2.0
 class DraftServer:
     """Everything of one draft process. Event loop only, but for what `build_proposer` does in a thread."""
 
-    def __init__(self, settings: Settings, listen: str, metrics_listen: str) -> None:
+    def __init__(self, settings: Settings, listen: str, metrics_listen: str, *, self_test: bool = True) -> None:
         self._settings = settings
+        self._self_test = self_test
         self._frame = ServiceFrame("draft", DRAFT_SERVICE, listen, metrics_listen)
         self._thread: EngineThread[list[Command]] | None = None
         self._servicer = DraftServicer(self._submit)
@@ -53,6 +55,9 @@ class DraftServer:
         self._attachment: Attachment | None = None
         self._instance_id = uuid.uuid4().hex
         self._was_ready = False
+        self._model: DraftModel | None = None
+        self._boundaries: tuple[int, ...] = ()
+        self._misfit: bool | None = None  # None until it is known
 
     async def run(self, grace: float) -> None:
         """Serves until SIGTERM or SIGINT. Raises ValueError or FailedPrecondition where draft and target do not fit."""
@@ -87,6 +92,7 @@ class DraftServer:
                 await self._fit_target(link, draft, info)
                 async with link.attach(self._instance_id) as attachment:
                     if attachment.target_instance_id == info.instance_id:
+                        await self._test(link, info)
                         await self._serve(attachment)
                 await asyncio.sleep(_RETRY_SECONDS)
             except (grpc.aio.AioRpcError, ConnectionError) as error:
@@ -98,12 +104,23 @@ class DraftServer:
                 log.error("%s; waiting for a target that fits", error)
                 await asyncio.sleep(_MISFIT_RETRY_SECONDS)
 
+    async def _test(self, link: TargetLink, info: target_pb2.GetTargetInfoResponse) -> None:
+        """Tries new weights on text that the target writes. They are innocent until found guilty."""
+        assert self._metrics is not None and self._model is not None
+        if not self._self_test or self._misfit is not None:
+            return
+        verdict = await self_test(link.stub, info, self._model, self._boundaries)
+        log.log(logging.ERROR if verdict.fits is False else logging.INFO, "self-test: %s", verdict.text)
+        self._metrics.self_test(verdict)
+        if verdict.fits is not None:
+            self._misfit = not verdict.fits
+
     async def _serve(self, attachment: Attachment) -> None:
-        """SERVING until the attachment ends."""
+        """SERVING until the attachment ends; a draft that was found not to fit is there, and never SERVING."""
         assert self._metrics is not None
         self._attachment = attachment
         self._metrics.attached.set(1)
-        await self._frame.set_serving(True)
+        await self._frame.set_serving(not self._misfit)
         if not self._was_ready:
             self._frame.print_ready()
             self._was_ready = True
@@ -149,6 +166,7 @@ class DraftServer:
     ) -> None:
         """Puts new weights to work."""
         self._target = info
+        self._model, self._boundaries, self._misfit = proposer.model, fitted.boundaries.values, None
         draft = fitted.draft.description
         if self._metrics is None:
             self._metrics = DraftMetrics(self._frame.registry, info.model, self._settings.name)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
-from gateway.chat_template import ChatTemplate
+from outrider.chat_template import ChatTemplate
 from outrider.errors import FailedPrecondition, InvalidArgument
 
 _REPLACEMENT = "\ufffd"

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from gateway.chat_template import ChatTemplate
 from gateway.text import TextState
 from gateway.tokenizer import ModelTokenizer
+from outrider.chat_template import ChatTemplate
 from outrider.errors import FailedPrecondition, InvalidArgument
 from tests.scripted import tokenizer
 
