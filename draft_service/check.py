@@ -1,21 +1,26 @@
-"""`outrider check DRAFT --target DIR`: does this draft fit this target? From headers alone."""
+"""`outrider check DRAFT --target DIR`: does this draft fit this target? From headers alone, unless it may run them."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import grpc
 import typer
 
 from draft_service.faults import Faults
-from draft_service.inspection import fit, inspect_draft
+from draft_service.inspection import FittedDraft, fit, inspect_draft
 from draft_service.settings import parse_boundaries
 from draft_service.sharing import TargetFacts
 from draft_service.tokenizers import FILE as TOKENIZER
 from draft_service.tokenizers import check_vocabulary
+from draft_service.trial import run_trial
 from outrider.checkpoint import Checkpoint, CheckpointError
+from outrider.cli.processes import ServiceFailed
+from outrider.errors import OutriderError
 from outrider.settings import run_command
 
 
@@ -23,10 +28,14 @@ def check(
     draft: Annotated[Path, typer.Argument(help="Directory of the EAGLE-3 checkpoint.")],
     target: Annotated[Path, typer.Option(help="Directory of the target's checkpoint.")],
     aux_boundaries: Annotated[str, typer.Option(help="Boundaries such as 2,15,27, whatever the config says.")] = "",
+    run: Annotated[
+        bool, typer.Option("--run", help="Have the target write, and try every reading that the files leave open.")
+    ] = False,
+    target_flags: Annotated[str, typer.Option(help="Further flags for the target of --run, as one string.")] = "",
 ) -> None:
     """Says whether a draft fits a target: everything resolved, or every fault."""
     try:
-        lines = resolve(draft, target, aux_boundaries)
+        fitted, lines = _resolve(draft, target, aux_boundaries)
     except ValueError as error:
         print(error, file=sys.stderr)
         raise typer.Exit(1) from None
@@ -34,10 +43,30 @@ def check(
     for name, value in lines.items():
         print(f"{name:<{width}}  {value}")
     print("fits")
+    if run:
+        _run(fitted, target, shlex.split(target_flags))
+
+
+def _run(fitted: FittedDraft, target: Path, flags: Sequence[str]) -> None:
+    """Prints what a trial shows. Exit code 1 where another reading is better, or none is any good."""
+    print(flush=True)
+    try:
+        fits, lines = run_trial(fitted, target, flags)
+    except (ServiceFailed, OutriderError, grpc.aio.AioRpcError) as error:
+        print(f"outrider check: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    print(*lines, sep="\n")
+    if not fits:
+        raise typer.Exit(1)
 
 
 def resolve(draft: Path, target: Path, aux_boundaries: str = "") -> dict[str, str]:
     """Everything resolved, as names and values. Raises ValueError that lists every fault of both directories."""
+    return _resolve(draft, target, aux_boundaries)[1]
+
+
+def _resolve(draft: Path, target: Path, aux_boundaries: str) -> tuple[FittedDraft, dict[str, str]]:
+    """The draft beside its target, too."""
     faults = Faults(f"{draft} beside {target}")
     override = parse_boundaries(aux_boundaries)
     facts = target_facts(target, faults)
@@ -49,7 +78,7 @@ def resolve(draft: Path, target: Path, aux_boundaries: str = "") -> dict[str, st
         compared = check_vocabulary(inspected, facts, path.read_bytes() if path.is_file() else b"", faults)
     faults.raise_if_any()
     assert fitted is not None
-    return {**fitted.summary(), "tokenizer": compared}
+    return fitted, {**fitted.summary(), "tokenizer": compared}
 
 
 def target_facts(directory: Path, faults: Faults) -> TargetFacts | None:
