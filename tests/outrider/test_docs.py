@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import click
 import pytest
 import typer
 
@@ -36,12 +37,17 @@ def test_files_that_are_named_exist(document: Path) -> None:
     assert not [path for path in paths if not (ROOT / path).exists()]
 
 
+def flags_of(parameter: click.Parameter) -> list[str]:
+    """Also those that switch it off."""
+    return [*parameter.opts, *parameter.secondary_opts]
+
+
 def test_flags_that_are_named_exist() -> None:
     services = typer.Typer()
     for command in (target_service.__main__.main, draft_service.__main__.draft, gateway.__main__.gateway, check):
         services.command()(command)
     commands = [*typer.main.get_command(app).commands.values(), *typer.main.get_command(services).commands.values()]
-    known = {flag for command in commands for parameter in command.params for flag in parameter.opts}
+    known = {flag for command in commands for parameter in command.params for flag in flags_of(parameter)}
     of_other_tools = {"--help", "--extra-index-url"}
     for document in DOCUMENTS:
         unknown = set(re.findall(r"--[a-z][a-z-]+", document.read_text())) - known - of_other_tools
