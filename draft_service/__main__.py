@@ -32,6 +32,9 @@ def draft(
     self_test: Annotated[
         bool, typer.Option(help="Try it on text that the target writes before it serves; near chance, it does not.")
     ] = True,
+    draft_window: Annotated[
+        int, typer.Option(help="Positions that the draft attends to, the last so many; 0: all, or the config's own.")
+    ] = 0,
     threads: Annotated[int, typer.Option(help="Threads of computations on a CPU.")] = 1,
     grace: Annotated[float, typer.Option(help="Seconds that open streams get after SIGTERM.")] = 30.0,
     log_level: LogLevel = "info",
@@ -62,6 +65,7 @@ def draft(
             max_sequence_length,
             aux_boundaries,
             norm_output,
+            draft_window,
         ).validated()
         asyncio.run(DraftServer(settings, listen, metrics_listen, self_test=self_test).run(grace))
     except (ValueError, OSError, OutriderError) as error:

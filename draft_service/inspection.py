@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from draft_service.boundaries import Boundaries, resolve_boundaries
-from draft_service.description import DraftDescription, describe_flat
-from draft_service.families import recognise
+from draft_service.description import DraftDescription, describe
+from draft_service.families import SPECULATORS, layout_of, recognise
 from draft_service.faults import Faults
 from draft_service.layout import D2T, T2D, canonical_names, compare, validate_d2t
 from draft_service.sharing import Sharing, TargetFacts, resolve_sharing
+from draft_service.speculators import as_flat
 from outrider.checkpoint import Checkpoint
 from outrider.vocabulary import vocabulary_sha256
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,20 +47,20 @@ class FittedDraft:
         """Everything resolved, as lines of name and value."""
         draft = self.draft.description
         norms = [name for name in ("norm_before_fc", "fc_norm") if getattr(draft, name)]
-        biases = [name for name in ("attention_bias", "mlp_bias") if getattr(draft, name)]
-        if "fc.bias" in self.draft.names:
-            biases.append("fc_bias")
         return {
-            "layout": f"{draft.layout}, {draft.architecture}",
+            "layout": f"{layout_of(draft.family, self.draft.names.values())}, {draft.architecture}",
             "target": f"{self.target.model}: {self.target.num_layers} layers of {self.target.hidden_size}, "
             f"vocabulary {self.target.vocab_size}",
             "boundaries": f"{', '.join(map(str, self.boundaries.values))} ({self.boundaries.rule})",
+            "target states": f"{draft.num_aux} through fc" if draft.use_aux else "1, as it is: no fc",
             "norms on target states": ", ".join(norms) or "none",
             "residual": "hidden_norm(g)" if draft.norm_before_residual else "g",
             "fed back": "norm(o)" if draft.norm_output else "o",
-            "biases": ", ".join(biases) or "none",
-            "layer": f"hidden {draft.hidden_size}, intermediate {draft.intermediate_size}, "
-            f"{draft.num_attention_heads} heads over {draft.num_key_value_heads}, head_dim {draft.head_dim}",
+            "biases": ", ".join(self._biases()) or "none",
+            "layer": f"{draft.num_hidden_layers} of hidden {draft.hidden_size}, intermediate "
+            f"{draft.intermediate_size}, {draft.num_attention_heads} heads over {draft.num_key_value_heads}, "
+            f"head_dim {draft.head_dim}{', q_norm and k_norm' if draft.qk_norm else ''}",
+            "attends to": _describe_windows(draft.windows),
             "rope": draft.rope_summary,
             "max positions": f"trained to {draft.max_position_embeddings or 'an unstated length'}",
             "draft vocabulary": f"{draft.draft_vocab_size} of {draft.vocab_size}"
@@ -64,6 +68,19 @@ class FittedDraft:
             "embed_tokens": f"from the {self.sharing.embed}",
             "lm_head": f"from the {self.sharing.head}",
         }
+
+    def _biases(self) -> list[str]:
+        draft, names = self.draft.description, self.draft.names
+        biases = [name for name in ("attention_bias", "mlp_bias") if getattr(draft, name)]
+        if draft.attention_bias and "layers.0.self_attn.o_proj.bias" not in names:
+            biases[0] += " of q, k and v"
+        return [*biases, "fc_bias"] if "fc.bias" in names else biases
+
+
+def _describe_windows(windows: Sequence[int | None]) -> str:
+    """How far the layers see: one word for all where they agree."""
+    parts = ["everything" if window is None else f"the last {window}" for window in windows]
+    return parts[0] if len(set(parts)) == 1 else "; ".join(f"layer {i} {part}" for i, part in enumerate(parts))
 
 
 def inspect_draft(directory: str | os.PathLike[str], faults: Faults) -> InspectedDraft | None:
@@ -73,10 +90,14 @@ def inspect_draft(directory: str | os.PathLike[str], faults: Faults) -> Inspecte
     """
     checkpoint = Checkpoint(directory)
     names = canonical_names(checkpoint.tensors, faults)
-    layout = recognise(checkpoint.config, names, str(checkpoint.directory))
-    description = describe_flat(checkpoint.config, layout, faults)
+    family = recognise(checkpoint.config, names, str(checkpoint.directory))
+    config = as_flat(checkpoint.config, names, faults) if family == SPECULATORS else checkpoint.config
+    description = describe(config, family, names, faults) if config else None
     if description is None:
         return None
+    if not description.use_aux and (unused := [name for name in names if name.startswith("fc.")]):
+        log.warning("%s: ignored, since use_aux_hidden_state is false", ", ".join(sorted(unused)))
+        names = {name: stored for name, stored in names.items() if name not in unused}
     compare(description, {name: checkpoint.tensors[stored] for name, stored in names.items()}, faults)
     if not faults:
         maps = [checkpoint.load(names[name]) if name in names else None for name in (D2T, T2D)]

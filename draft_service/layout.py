@@ -50,30 +50,41 @@ def canonical_names(names: Iterable[str], faults: Faults) -> dict[str, str]:
         if canonical in found:
             faults.add(f"{found[canonical]} and {name}: two names for one tensor, {canonical}")
         found[canonical] = name
+    for name in [name for name in found if re.fullmatch(r"layers\.[1-9]\d*\.hidden_norm\.weight", name)]:
+        # Some writers call the norm in front of a later layer's attention hidden_norm.
+        usual = name.replace("hidden_norm", "input_layernorm")
+        if usual not in found:
+            found[usual] = found.pop(name)
     return found
 
 
 def expected_tensors(draft: DraftDescription) -> dict[str, Expected]:
     """Every tensor that the description asks for or allows, by canonical name. Linears are [out, in]."""
     hidden, vocab, reduced = draft.hidden_size, draft.vocab_size, draft.draft_vocab_size
-    ids = f", layer ids {list(draft.layer_ids)}" if draft.layer_ids else ""
-    aux = f"{draft.num_aux} hidden states of target_hidden_size {draft.target_hidden_size}{ids}"
     table = {
         EMBED: Expected((vocab, hidden), "[vocab_size, hidden_size]", optional=True),
         HEAD: Expected((reduced, hidden), "[draft_vocab_size, hidden_size]", optional=not draft.reduced),
         D2T: Expected((reduced,), "[draft_vocab_size]", optional=not draft.reduced, dtypes=_INTEGERS),
         T2D: Expected((vocab,), "[vocab_size]", optional=True, dtypes=(torch.bool,)),
-        "fc.weight": Expected((hidden, draft.input_width), aux),
-        "fc.bias": Expected((hidden,), "[hidden_size]", optional=True),
         "norm.weight": Expected((hidden,), "[hidden_size]"),
     }
+    for layer in range(draft.num_hidden_layers):
+        table |= {f"layers.{layer}.{name}": tensor for name, tensor in _expected_layer(draft, layer == 0).items()}
+    return table | _expected_fc(draft) if draft.use_aux else table
+
+
+def _expected_fc(draft: DraftDescription) -> dict[str, Expected]:
+    """What brings the captured states to the draft's width: fc and the norms in front of it."""
+    ids = f", layer ids {list(draft.layer_ids)}" if draft.layer_ids else ""
+    aux = f"{draft.num_aux} hidden states of target_hidden_size {draft.target_hidden_size}{ids}"
+    table = {"fc.weight": Expected((draft.hidden_size, draft.input_width), aux)}
+    if draft.fc_bias is not False:
+        table["fc.bias"] = Expected((draft.hidden_size,), "bias true", optional=draft.fc_bias is None)
     if draft.norm_before_fc:
         table["input_norm.weight"] = Expected((draft.input_width,), f"norm_before_fc over {aux}")
     if draft.fc_norm:
         for j in range(draft.num_aux):
             table[f"fc_norm.{j}.weight"] = Expected((draft.target_hidden_size,), "fc_norm over target_hidden_size")
-    for layer in range(draft.num_hidden_layers):
-        table |= {f"layers.{layer}.{name}": tensor for name, tensor in _expected_layer(draft, layer == 0).items()}
     return table
 
 
@@ -81,15 +92,16 @@ def _expected_layer(draft: DraftDescription, first: bool) -> dict[str, Expected]
     """Tensors of one layer; the first takes embedding and hidden state side by side."""
     hidden, width = draft.hidden_size, draft.intermediate_size
     inputs = 2 * hidden if first else hidden
+    takes = "2 x hidden_size" if first else "hidden_size"
     queries, keys = draft.num_attention_heads * draft.head_dim, draft.num_key_value_heads * draft.head_dim
     q_why = f"num_attention_heads {draft.num_attention_heads} x head_dim {draft.head_dim}"
     kv_why = f"num_key_value_heads {draft.num_key_value_heads} x head_dim {draft.head_dim}"
     table = {
         "input_layernorm.weight": Expected((hidden,), "[hidden_size]"),
         "post_attention_layernorm.weight": Expected((hidden,), "[hidden_size]"),
-        "self_attn.q_proj.weight": Expected((queries, inputs), f"[{q_why}, 2 x hidden_size]"),
-        "self_attn.k_proj.weight": Expected((keys, inputs), f"[{kv_why}, 2 x hidden_size]"),
-        "self_attn.v_proj.weight": Expected((keys, inputs), f"[{kv_why}, 2 x hidden_size]"),
+        "self_attn.q_proj.weight": Expected((queries, inputs), f"[{q_why}, {takes}]"),
+        "self_attn.k_proj.weight": Expected((keys, inputs), f"[{kv_why}, {takes}]"),
+        "self_attn.v_proj.weight": Expected((keys, inputs), f"[{kv_why}, {takes}]"),
         "self_attn.o_proj.weight": Expected((hidden, queries), f"[hidden_size, {q_why}]"),
         "mlp.gate_proj.weight": Expected((width, hidden), "[intermediate_size, hidden_size]"),
         "mlp.up_proj.weight": Expected((width, hidden), "[intermediate_size, hidden_size]"),
@@ -97,10 +109,15 @@ def _expected_layer(draft: DraftDescription, first: bool) -> dict[str, Expected]
     }
     if first:
         table["hidden_norm.weight"] = Expected((hidden,), "[hidden_size]")
+    if draft.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            table[f"self_attn.{name}.weight"] = Expected((draft.head_dim,), "[head_dim], a Qwen3 layer")
     if draft.attention_bias:
         for name, size in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
             table[f"self_attn.{name}.bias"] = Expected((size,), "attention_bias true")
-        table["self_attn.o_proj.bias"] = Expected((hidden,), "attention_bias true", optional=True)
+        if draft.output_bias is not False:
+            optional = draft.output_bias is None
+            table["self_attn.o_proj.bias"] = Expected((hidden,), "attention_bias true", optional)
     if draft.mlp_bias:
         for name, size in (("gate_proj", width), ("up_proj", width), ("down_proj", hidden)):
             table[f"mlp.{name}.bias"] = Expected((size,), "mlp_bias true")
@@ -119,13 +136,13 @@ def compare(draft: DraftDescription, tensors: Mapping[str, TensorInfo], faults: 
         if found.shape != expected.shape:
             faults.add(
                 f"{name} in {found.file.name}: expected {list(expected.shape)} ({expected.why}), "
-                f"found {list(found.shape)}"
+                f"found {list(found.shape)}{_shape_hint(draft, name, found)}"
             )
         if found.dtype not in expected.dtypes:
             names = " or ".join(str(dtype).removeprefix("torch.") for dtype in expected.dtypes)
             faults.add(f"{name} in {found.file.name}: expected {names}, found {found.dtype}")
     for name in sorted(set(tensors) - set(table)):
-        faults.add(f"{name} in {tensors[name].file.name}: unexpected{_hint(name)}")
+        faults.add(f"{name} in {tensors[name].file.name}: unexpected{_hint(draft, name)}")
 
 
 def _reason(draft: DraftDescription, name: str, expected: Expected) -> str:
@@ -137,13 +154,22 @@ def _reason(draft: DraftDescription, name: str, expected: Expected) -> str:
     return expected.why
 
 
-def _hint(name: str) -> str:
+def _shape_hint(draft: DraftDescription, name: str, found: TensorInfo) -> str:
+    if name == "layers.0.self_attn.q_proj.weight" and found.shape[-1:] == (draft.hidden_size,):
+        return "; a first layer that takes no embedding is not supported"
+    return ""
+
+
+def _hint(draft: DraftDescription, name: str) -> str:
     """Which setting would make the tensor an expected one."""
     for pattern, setting in (
         (r"input_norm\.weight", "norm_before_fc is false"),
         (r"fc_norm\..*", "fc_norm is false, or num_aux is smaller"),
+        (r"fc\.bias", "bias is false"),
+        (r".*self_attn\.[qk]_norm\..*", "model_type is not qwen3"),
         (r".*self_attn\..*\.bias", "attention_bias is false"),
         (r".*mlp\..*\.bias", "mlp_bias is false"),
+        (r"layers\..*", f"num_hidden_layers is {draft.num_hidden_layers}"),
     ):
         if re.fullmatch(pattern, name):
             return f" ({setting})"
@@ -152,12 +178,9 @@ def _hint(name: str) -> str:
 
 def validate_d2t(draft: DraftDescription, d2t: torch.Tensor | None, t2d: torch.Tensor | None, faults: Faults) -> None:
     """Faults of the map from draft ids j to target ids j + d2t[j]: range, distinctness, agreement with t2d."""
-    if d2t is None:
-        return
-    target_ids = torch.arange(draft.draft_vocab_size) + d2t.long()
-    if not draft.reduced:
-        if d2t.any():
-            faults.add("d2t: expected zeros, since the draft vocabulary is the target's, found offsets")
+    target_ids = torch.arange(draft.draft_vocab_size) + (0 if d2t is None else d2t.long())
+    if not draft.reduced and d2t is not None and d2t.any():
+        faults.add("d2t: expected zeros, since the draft vocabulary is the target's, found offsets")
         return
     outside = (target_ids < 0) | (target_ids >= draft.vocab_size)
     if outside.any():
@@ -169,4 +192,4 @@ def validate_d2t(draft: DraftDescription, d2t: torch.Tensor | None, t2d: torch.T
     elif len(target_ids.unique()) != len(target_ids):
         faults.add("d2t: two draft ids map to one target id (entries are offsets: target id = j + d2t[j])")
     elif t2d is not None and not torch.equal(t2d.nonzero().flatten(), target_ids.sort().values):
-        faults.add(f"t2d: marks {int(t2d.sum())} target ids that are not the {len(target_ids)} that d2t maps to")
+        faults.add(f"t2d: marks {int(t2d.sum())} target ids that are not the {len(target_ids)} of the draft vocabulary")

@@ -228,7 +228,7 @@ def build_proposer(
     limits = size_limits(settings, target_max_sequence_length)
     device = settings.torch_device
     weights = load_weights(fitted, shared, serving_dtype(fitted, settings.dtype), device)
-    model = DraftModel(fitted.draft.description, weights, limits.max_positions)
+    model = DraftModel(fitted.draft.description, weights, limits.max_positions, settings.draft_window or None)
     cache = DraftCache(model.new_kv_cache(size_cache(settings, model, limits)), limits.max_positions, device)
     return Proposer(model, cache, limits)
 

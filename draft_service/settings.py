@@ -31,6 +31,7 @@ class Settings:
     max_sequence_length: int
     aux_boundaries: str
     norm_output: str
+    draft_window: int = 0
 
     def validated(self) -> Settings:
         """The same with the name filled in. Raises ValueError, naming the flag, for a value that makes no sense."""
@@ -45,8 +46,12 @@ class Settings:
             raise ValueError("--device: expected a CUDA device, found none")
         if self.max_draft_tokens < 1:
             raise ValueError(f"--max-draft-tokens: expected at least 1, found {self.max_draft_tokens}")
-        if self.max_sequence_length < 0:
-            raise ValueError(f"--max-sequence-length: expected 0 or more, found {self.max_sequence_length}")
+        for flag, number in (
+            ("--max-sequence-length", self.max_sequence_length),
+            ("--draft-window", self.draft_window),
+        ):
+            if number < 0:
+                raise ValueError(f"{flag}: expected 0 or more, found {number}")
         parse_bytes(self.kv_cache)
         parse_boundaries(self.aux_boundaries)
         return dataclasses.replace(self, name=self.name or self.model.resolve().name)

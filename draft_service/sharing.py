@@ -44,7 +44,7 @@ def resolve_sharing(
             f"target_hidden_size: the draft reads states of width {draft.target_hidden_size}, "
             f"{target.model} has {target.hidden_size}"
         )
-    if draft.vocab_size > target.vocab_size:
+    if draft.vocab_size != target.vocab_size:
         faults.add(
             f"vocab_size: the draft was trained for {draft.vocab_size} token ids, "
             f"{target.model} has {target.vocab_size}"

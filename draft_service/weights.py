@@ -8,6 +8,7 @@ import torch
 
 from draft_service.inspection import FittedDraft
 from draft_service.layout import D2T, EMBED, HEAD, T2D
+from outrider.checkpoint import CheckpointError
 
 
 def load_weights(
@@ -15,7 +16,8 @@ def load_weights(
 ) -> dict[str, torch.Tensor]:
     """All tensors of the model by canonical name, and d2t as it is; with a progress bar.
 
-    `shared` are those that come from the target, as it stores them: a table padded beyond vocab_size is cut.
+    `shared` are those that come from the target, as it stores them: a table padded beyond vocab_size is cut. Raises
+    CheckpointError for one that is too small.
     """
     draft = fitted.draft
     weights: dict[str, torch.Tensor] = {}
@@ -24,8 +26,14 @@ def load_weights(
             if name != T2D:
                 tensor = draft.checkpoint.load(stored)
                 weights[name] = tensor.to(device) if name == D2T else tensor.to(device, dtype)
+    rows, columns = draft.description.vocab_size, draft.description.hidden_size
     for name, tensor in shared.items():
-        weights[name] = tensor[: draft.description.vocab_size].to(device, dtype)
+        if tensor.shape[0] < rows or tensor.shape[1:] != (columns,):
+            raise CheckpointError(
+                f"{name}: missing from {draft.checkpoint.directory}, and the target's is {list(tensor.shape)} where "
+                f"[{rows}, {columns}] is needed"
+            )
+        weights[name] = tensor[:rows].to(device, dtype)
     assert EMBED in weights and HEAD in weights
     return weights
 
@@ -33,6 +41,7 @@ def load_weights(
 def serving_dtype(fitted: FittedDraft, name: str) -> torch.dtype:
     """The dtype that `--dtype` asks for; auto is the checkpoint's."""
     if name == "auto":
-        stored = fitted.draft.names["fc.weight"]
-        return fitted.draft.checkpoint.tensors[stored].dtype
+        info = fitted.draft.checkpoint.tensors[fitted.draft.names["layers.0.self_attn.q_proj.weight"]]
+        # Half precision is widened: no kernel computes in it.
+        return torch.bfloat16 if info.dtype == torch.bfloat16 else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

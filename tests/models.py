@@ -271,19 +271,24 @@ def _write(
     config = {**config, "torch_dtype": str(dtype).removeprefix("torch.")}
     _write_json(directory / "config.json", config)
     _write_json(directory / "generation_config.json", {"eos_token_id": config["eos_token_id"]})
-    if shards == 1:
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    else:
-        weight_map = {}
-        for shard in range(shards):
-            file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-            part = dict(list(tensors.items())[shard::shards])
-            save_file(part, directory / file, metadata={"format": "pt"})
-            weight_map |= dict.fromkeys(part, file)
-        _write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
+    write_tensors(directory, tensors, shards)
     if tokenizer:
         write_tokenizer(directory)
     return directory
+
+
+def write_tensors(directory: Path, tensors: dict[str, torch.Tensor], shards: int = 1) -> None:
+    """Writes one safetensors file, or several with their index."""
+    if shards == 1:
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        return
+    weight_map = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        part = dict(list(tensors.items())[shard::shards])
+        save_file(part, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    _write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

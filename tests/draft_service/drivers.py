@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -28,16 +29,18 @@ def load_proposer(
     dtype: torch.dtype = torch.float32,
     length: int = 512,
     pages: int = 64,
+    window: int | None = None,
+    target_hidden_size: int = 64,
 ) -> Proposer:
     """A Proposer over the checkpoint; `shared` are the tensors that it takes from its target."""
     faults = Faults(str(directory))
     draft = inspect_draft(directory, faults)
     assert draft is not None
-    fitted = fit(draft, TARGET, None, faults)
+    fitted = fit(draft, dataclasses.replace(TARGET, hidden_size=target_hidden_size), None, faults)
     faults.raise_if_any()
     limits = Limits(length, 16)
     weights = load_weights(fitted, shared or {}, dtype, torch.device("cpu"))
-    model = DraftModel(draft.description, weights, limits.max_positions)
+    model = DraftModel(draft.description, weights, limits.max_positions, window)
     cache = DraftCache(model.new_kv_cache(pages), limits.max_positions, torch.device("cpu"))
     return Proposer(model, cache, limits)
 

@@ -6,6 +6,9 @@ import asyncio
 import hashlib
 import itertools
 import json
+import threading
+from collections.abc import Callable
+from types import TracebackType
 
 import grpc
 import torch
@@ -135,3 +138,28 @@ class StubTarget(target_pb2_grpc.TargetServiceServicer):
             else:
                 assert message.released.buffer_id == f"{self.info.instance_id}/1"
                 self.writer.release(message.released.generations)
+
+
+class Background:
+    """A stub target that serves from an event loop in a thread of its own, while a `with` block runs."""
+
+    def __init__(self, make: Callable[[], StubTarget]) -> None:
+        self._make = make
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def __enter__(self) -> StubTarget:
+        self._stub = self._run(self._started())
+        return self._stub
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._run(self._stub.stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _started(self) -> StubTarget:
+        stub = self._make()
+        await stub.start()
+        return stub
+
+    def _run(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)

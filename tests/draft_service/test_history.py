@@ -18,10 +18,25 @@ NORMS = {"norm_before_fc": True, "norm_output": True, "norm_before_residual": Tr
 LENGTH = 150
 
 
-@pytest.fixture(scope="module", params=[({}, torch.bfloat16), (NORMS, torch.float32)], ids=["bfloat16", "norms"])
+DEEP = {"num_hidden_layers": 3, "qk_norm": True, "layout": "A''"}
+NO_AUX = {"eagle_config": {"use_aux_hidden_state": False}}
+KINDS = {
+    "bfloat16": ({}, torch.bfloat16, None),
+    "norms": (NORMS, torch.float32, None),
+    "deep, window": (DEEP, torch.bfloat16, 20),
+    "no aux, window": (NO_AUX, torch.float32, 70),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
 def proposer(request, tmp_path_factory):
-    flags, dtype = request.param
-    return load_proposer(write_tiny_draft(tmp_path_factory.mktemp("draft"), embed=True, **flags), dtype=dtype)
+    flags, dtype, window = request.param
+    directory = write_tiny_draft(tmp_path_factory.mktemp("draft"), embed=True, **flags)
+    return load_proposer(directory, dtype=dtype, window=window)
+
+
+def rows_for(proposer, count, seed=0):
+    return random_rows(count, proposer.model.draft.input_width, seed)
 
 
 def fresh(proposer, states, tokens, first=0, wanted=5, sampling=GREEDY):
@@ -33,7 +48,7 @@ def fresh(proposer, states, tokens, first=0, wanted=5, sampling=GREEDY):
 
 
 def test_any_chunking_gives_the_same_chain(proposer):
-    states, tokens = random_rows(LENGTH)
+    states, tokens = rows_for(proposer, LENGTH)
     whole = fresh(proposer, states, tokens)
     for seed in range(6):
         cuts = sorted(random.Random(seed).sample(range(1, LENGTH), 1 + 3 * seed))
@@ -48,7 +63,7 @@ def test_any_chunking_gives_the_same_chain(proposer):
 
 @pytest.mark.parametrize("accepted", range(6))
 def test_after_a_rejection_at_any_place_the_next_chain_is_that_of_a_fresh_draft(proposer, accepted):
-    states, tokens = random_rows(LENGTH)
+    states, tokens = rows_for(proposer, LENGTH)
     sequence = new_sequence()
     end = 60  # the rounds cross the edge of a page
     extend(proposer, sequence, 0, states[:end], tokens[:end], 5)
@@ -64,7 +79,7 @@ def test_after_a_rejection_at_any_place_the_next_chain_is_that_of_a_fresh_draft(
 
 
 def test_a_chain_step_equals_a_row_whose_state_is_what_was_fed_back(proposer):
-    states, tokens = random_rows(30)
+    states, tokens = rows_for(proposer, 30)
     whole = fresh(proposer, states, tokens, wanted=6)
     assert fresh(proposer, states, tokens, wanted=3).token_ids == whole.token_ids[:3]
 
@@ -72,7 +87,7 @@ def test_a_chain_step_equals_a_row_whose_state_is_what_was_fed_back(proposer):
 def test_batch_mates_change_nothing(proposer):
     lengths, wanted = (3, 70, 1, 129, 40), (5, 0, 1, 3, 7)
     samplings = (GREEDY, GREEDY, SAMPLED, SAMPLED, ProposalSampling(temperature=1.0))
-    rows = [random_rows(length, seed=index) for index, length in enumerate(lengths)]
+    rows = [rows_for(proposer, length, seed=index) for index, length in enumerate(lengths)]
     alone = [
         fresh(proposer, *row, wanted=count, sampling=sampling)
         for row, count, sampling in zip(rows, wanted, samplings, strict=True)
@@ -89,7 +104,7 @@ def test_batch_mates_change_nothing(proposer):
 
 
 def test_beyond_a_gap_it_starts_anew_at_its_absolute_positions(proposer):
-    states, tokens = random_rows(LENGTH)
+    states, tokens = rows_for(proposer, LENGTH)
     sequence = new_sequence()
     extend(proposer, sequence, 0, states[:20], tokens[:20], 3)
     chain = extend(proposer, sequence, 100, states[100:], tokens[100:], 5)

@@ -4,13 +4,10 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from draft_service.boundaries import resolve_boundaries
 from draft_service.check import main, resolve
-from draft_service.description import describe_flat
-from draft_service.faults import Faults
 from outrider.checkpoint import CheckpointError
+from tests.draft_service.damage import assert_fault, edit, faults_of
 from tests.draft_service.drivers import extend, load_proposer, new_sequence, random_rows
 from tests.drafts import write_tiny_draft
 from tests.models import write_tiny_llama
@@ -19,31 +16,6 @@ from tests.models import write_tiny_llama
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     return write_tiny_llama(tmp_path_factory.mktemp("target"))
-
-
-def edit(directory, **tensors):
-    """Replaces tensors of the file; None removes one. Dots are written as double underscores."""
-    path = directory / "model.safetensors"
-    found = load_file(path)
-    for name, tensor in tensors.items():
-        name = name.replace("__", ".")
-        if tensor is None:
-            del found[name]
-        else:
-            found[name] = tensor
-    save_file(found, path)
-    return directory
-
-
-def faults_of(draft, target, boundaries=""):
-    """The lines of the error."""
-    with pytest.raises(ValueError) as raised:
-        resolve(draft, target, boundaries)
-    return str(raised.value).splitlines()
-
-
-def assert_fault(lines, *parts):
-    assert any(all(part in line for part in parts) for line in lines), lines
 
 
 def test_everything_resolved_is_printed_and_the_exit_code_is_zero(tmp_path, target, capsys):
@@ -149,46 +121,6 @@ def test_a_missing_size_is_named(tmp_path, target, key):
     assert_fault(faults_of(tmp_path, target), f"{key}: missing")
 
 
-@pytest.mark.parametrize(
-    ("config", "tensors", "parts"),
-    [
-        ({"speculators_model_type": "eagle3"}, {}, ("speculators", "not supported yet")),
-        ({"speculators_model_type": "peagle"}, {}, ("'peagle'", "another algorithm")),
-        ({"speculators_config": {"algorithm": "dflash"}}, {}, ("'dflash'",)),
-        ({"kv_lora_rank": 512}, {}, ("kv_lora_rank", "MLA")),
-        ({"mask_token_id": 5}, {}, ("mask_token_id", "P-EAGLE")),
-        ({"parallel_drafting": True}, {}, ("parallel_drafting", "P-EAGLE")),
-        ({"quantization_config": {"quant_method": "fp8"}}, {}, ("quantised",)),
-        ({"eagle_config": {"use_mtp_layernorm": True}}, {}, ("use_mtp_layernorm",)),
-        ({"eagle_config": {"eh_proj_before_attn": True}}, {}, ("eh_proj",)),
-        ({"eagle_config": {"parallel_draft_step": 4}}, {}, ("parallel_draft_step 4",)),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, {}, ("use_aux_hidden_state false", "not supported yet")),
-        ({"eagle_config": {"use_last_layernorm": False}}, {}, ("use_last_layernorm false",)),
-        ({"eagle_config": {"use_input_layernorm_in_first_layer": False}}, {}, ("use_input_layernorm",)),
-        ({"num_hidden_layers": 2}, {}, ("2 layers", "not supported yet")),
-        ({"architectures": ["LlamaForCausalLMEagle3Deep"]}, {}, ("several layers",)),
-        ({"architectures": ["EagleLlamaForCausalLM"]}, {}, ("EAGLE-1",)),
-        ({"architectures": ["GPT2LMHeadModel"]}, {}, ("expected LlamaForCausalLMEagle3", "GPT2LMHeadModel")),
-        ({}, {"mask_hidden": torch.zeros(192)}, ("mask_hidden", "P-EAGLE")),
-        ({}, {"enorm__weight": torch.zeros(64)}, ("enorm.weight", "EAGLE-1")),
-        ({}, {"layers__0__mlp__up_proj__weight_scale": torch.zeros(1)}, ("weight_scale", "quantised")),
-        ({}, {"layers__0__self_attn__q_norm__weight": torch.zeros(16)}, ("Qwen3", "not supported yet")),
-        ({}, {"layers__1__hidden_norm__weight": torch.zeros(64)}, ("2 layers",)),
-        ({}, {"midlayer__1__hidden_norm__weight": torch.zeros(64)}, ("2 layers",)),
-    ],
-    ids=str,
-)
-def test_other_kinds_of_drafts_are_refused_by_name(tmp_path, target, config, tensors, parts):
-    directory = write_tiny_draft(tmp_path, **config)
-    assert_fault(faults_of(edit(directory, **tensors), target), *parts)
-
-
-def test_several_signs_of_another_kind_are_all_named(tmp_path, target):
-    lines = faults_of(write_tiny_draft(tmp_path, kv_lora_rank=8, mask_token_id=3), target)
-    assert_fault(lines, "MLA")
-    assert_fault(lines, "P-EAGLE")
-
-
 def test_names_that_training_leaves_behind_are_ignored(tmp_path, target):
     directory = write_tiny_draft(tmp_path, t2d=True)
     edit(
@@ -209,58 +141,6 @@ def test_a_table_that_the_target_pads_is_cut_to_the_vocabulary(tmp_path):
         for table in (embed, embed[:320])
     ]
     assert chains[0] == chains[1]
-
-
-@pytest.mark.parametrize(
-    ("ids", "num_layers", "override", "expected", "rule"),
-    [
-        (None, 36, None, (2, 18, 33), "default"),
-        (None, 30, None, (2, 15, 27), "default"),
-        ([24, 30, 36], 36, None, (24, 30, 36), "one of them is N"),
-        ([2, 18, 33], 36, None, (2, 18, 33), "equal the default"),
-        ([1, 17, 32], 36, None, (2, 18, 33), "layer outputs"),
-        ([33, 1, 17], 36, None, (2, 18, 34), "layer outputs"),
-        ([1, 11, 21], 24, None, (2, 12, 22), "layer outputs"),
-        ([1, 17, 32], 36, (1, 17, 32), (1, 17, 32), "--aux-boundaries"),
-        ([-1, 17, 32], 36, (32, 2, 18), (2, 18, 32), "--aux-boundaries"),
-    ],
-)
-def test_boundaries_follow_the_first_rule_that_applies(ids, num_layers, override, expected, rule):
-    faults = Faults("draft")
-    found = resolve_boundaries(description(ids), num_layers, override, faults)
-    assert found.values == expected and rule in found.rule and not faults
-
-
-@pytest.mark.parametrize(
-    ("ids", "num_layers", "override", "part"),
-    [
-        ([-1, 17, 32], 36, None, "expected 0..36"),
-        ([1, 17, 37], 36, None, "expected 0..36"),
-        ([1, 17, 32], 36, (1, 2, 37), "expected 0..36"),
-        ([1, 17, 32], 36, (1, 2), "expected 3"),
-        ([1, 1, 32], 36, None, "duplicates"),
-        (None, 4, None, "duplicates"),
-    ],
-)
-def test_boundaries_that_cannot_be_are_faults(ids, num_layers, override, part):
-    faults = Faults("draft")
-    resolve_boundaries(description(ids), num_layers, override, faults)
-    with pytest.raises(CheckpointError, match=part):
-        faults.raise_if_any()
-
-
-def description(ids):
-    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"), 64)
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        **sizes,
-        "vocab_size": 320,
-        "rms_norm_eps": 1e-5,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids},
-    }
-    found = describe_flat(config, "flat", Faults("config"))
-    assert found is not None
-    return found
 
 
 def test_a_directory_that_is_no_checkpoint_is_named(tmp_path, target):

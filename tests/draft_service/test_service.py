@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import threading
 
 import grpc
 import pytest
@@ -15,25 +14,9 @@ from outrider.tensors import reference
 from outrider.v1 import common_pb2, draft_pb2
 from tests.draft_service.client import DraftClient, close_draft, extend_draft, open_draft
 from tests.draft_service.drivers import extend, load_proposer, new_sequence, random_rows
-from tests.draft_service.stub_target import EMBED, FLAGS, StubTarget, shared_tensors
+from tests.draft_service.stub_target import EMBED, FLAGS, Background, StubTarget, shared_tensors
 from tests.drafts import write_tiny_draft
 from tests.processes import Service
-
-
-class Background:
-    """A stub target on an event loop of its own, so that one process can serve many tests."""
-
-    def __init__(self, stub):
-        self.stub = stub
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
-
-    def run(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
-
-    def stop(self):
-        self.run(self.stub.stop())
-        self.loop.call_soon_threadsafe(self.loop.stop)
 
 
 @pytest.fixture(scope="module")
@@ -51,16 +34,12 @@ def expected(tiny):
 def served(tiny):
     """A draft process beside a stub target that offers shared memory."""
 
-    async def make():
-        return StubTarget(*shared_tensors(tiny), shared_memory=1 << 16)
-
-    loop = Background(None)
-    loop.stub = loop.run(make())
-    address = loop.run(loop.stub.start())
-    with Service("draft_service", "--model", tiny, "--target", address, *FLAGS) as service:
-        yield loop.stub, service
+    with (
+        Background(lambda: StubTarget(*shared_tensors(tiny), shared_memory=1 << 16)) as stub,
+        Service("draft_service", "--model", tiny, "--target", stub.frame.address, *FLAGS) as service,
+    ):
+        yield stub, service
         assert service.stop() == 0
-    loop.stop()
 
 
 @pytest.fixture
