@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -127,22 +127,44 @@ def _expected_layer(draft: DraftDescription, first: bool) -> dict[str, Expected]
 def compare(draft: DraftDescription, tensors: Mapping[str, TensorInfo], faults: Faults) -> None:
     """Faults for every tensor (by canonical name) that is missing, left over, misshapen or of the wrong dtype."""
     table = expected_tensors(draft)
+    stored = [info.name for info in tensors.values()]
     for name, expected in table.items():
         found = tensors.get(name)
-        if found is None:
-            if not expected.optional:
-                faults.add(f"{name}: missing, expected {list(expected.shape)} ({_reason(draft, name, expected)})")
-            continue
-        if found.shape != expected.shape:
-            faults.add(
-                f"{name} in {found.file.name}: expected {list(expected.shape)} ({expected.why}), "
-                f"found {list(found.shape)}{_shape_hint(draft, name, found)}"
-            )
-        if found.dtype not in expected.dtypes:
-            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in expected.dtypes)
-            faults.add(f"{name} in {found.file.name}: expected {names}, found {found.dtype}")
+        if found is not None:
+            _compare_one(draft, name, expected, found, faults)
+        elif not expected.optional:
+            spelling = _spelling(name, stored)
+            also = f"; this file would call it {spelling}" if spelling != name else ""
+            faults.add(f"{name}: missing, expected {list(expected.shape)} ({_reason(draft, name, expected)}){also}")
     for name in sorted(set(tensors) - set(table)):
-        faults.add(f"{name} in {tensors[name].file.name}: unexpected{_hint(draft, name)}")
+        faults.add(f"{_place(name, tensors[name])}: unexpected{_hint(draft, name)}")
+
+
+def _compare_one(draft: DraftDescription, name: str, expected: Expected, found: TensorInfo, faults: Faults) -> None:
+    if found.shape != expected.shape:
+        faults.add(
+            f"{_place(name, found)}: expected {list(expected.shape)} ({expected.why}), "
+            f"found {list(found.shape)}{_shape_hint(draft, name, found)}"
+        )
+    if found.dtype not in expected.dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in expected.dtypes)
+        faults.add(f"{_place(name, found)}: expected {names}, found {found.dtype}")
+
+
+def _place(name: str, found: TensorInfo) -> str:
+    """A tensor and its file, with the name that it has there where that is another."""
+    return f"{name} in {found.file.name}" + (f", there {found.name}" if found.name != name else "")
+
+
+def _spelling(name: str, stored: Collection[str]) -> str:
+    """What a file with these names would call a tensor of canonical name `name`."""
+    bare = [other.removeprefix("model.") for other in stored]
+    if any(re.match(r"midlayer\.\d", other) for other in bare):
+        name = re.sub(r"^(layers\.[1-9]\d*)\.input_layernorm\.", r"\1.hidden_norm.", name)
+        name = re.sub(r"^layers\.", "midlayer.", name)
+    elif any(other.startswith("midlayer.") for other in bare):
+        name = re.sub(r"^layers\.0\.", "midlayer.", name)
+    return f"model.{name}" if stored and all(other.startswith("model.") for other in stored) else name
 
 
 def _reason(draft: DraftDescription, name: str, expected: Expected) -> str:

@@ -8,7 +8,6 @@ import torch
 from draft_service.check import main, resolve
 from outrider.checkpoint import CheckpointError
 from tests.draft_service.damage import assert_fault, edit, faults_of
-from tests.draft_service.drivers import extend, load_proposer, new_sequence, random_rows
 from tests.drafts import write_tiny_draft
 from tests.models import write_tiny_llama
 
@@ -130,17 +129,6 @@ def test_names_that_training_leaves_behind_are_ignored(tmp_path, target):
         layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8),
     )
     resolve(directory, target)
-
-
-def test_a_table_that_the_target_pads_is_cut_to_the_vocabulary(tmp_path):
-    directory = write_tiny_draft(tmp_path)
-    embed = torch.randn(328, 64)
-    states, tokens = random_rows(9)
-    chains = [
-        extend(load_proposer(directory, {"embed_tokens.weight": table}), new_sequence(), 0, states, tokens, 4)
-        for table in (embed, embed[:320])
-    ]
-    assert chains[0] == chains[1]
 
 
 def test_a_directory_that_is_no_checkpoint_is_named(tmp_path, target):

@@ -1,0 +1,213 @@
+"""Whatever is done to a tensor or a key of a draft is refused by name, or is a case where proposals stay the same."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draft_service.check import resolve
+from draft_service.layout import canonical_name
+from tests.draft_service.compare import chain_and_logits
+from tests.draft_service.damage import assert_fault, edit_config, faults_of
+from tests.draft_service.drivers import load_proposer, random_rows
+from tests.drafts import write_tiny_draft
+from tests.models import write_tiny_llama
+
+EMBED, HEAD = "embed_tokens.weight", "lm_head.weight"
+DEEP = {"num_hidden_layers": 2, "qk_norm": True}
+DRAFTS = {
+    "A": {"layout": "A", "norm_before_fc": True, "bias": True, "mlp_bias": True, "t2d": True},
+    "A'": {"layout": "A'", "fc_norm": True, "draft_vocab_size": 320},
+    "A''": {"layout": "A''", **DEEP, "prefix": "model."},
+    "no aux": {"eagle_config": {"use_aux_hidden_state": False}},
+    "B, Llama": {"layout": "B", "attention_bias": True, "mlp_bias": True, "norm_before_fc": True},
+    "B, Qwen3": {"layout": "B", **DEEP, "attention_bias": True, "fc_norm": True},
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return write_tiny_llama(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def shared(target):
+    """What the target would share."""
+    tensors = load_file(target / "model.safetensors")
+    return {EMBED: tensors["model.embed_tokens.weight"], HEAD: tensors["lm_head.weight"]}
+
+
+@pytest.fixture(params=DRAFTS, scope="module")
+def draft(request, tmp_path_factory):
+    """A whole draft, with both tensors that it might share: its directory and its tensors by stored name."""
+    directory = write_tiny_draft(tmp_path_factory.mktemp("draft"), embed=True, **DRAFTS[request.param])
+    return directory, load_file(directory / "model.safetensors")
+
+
+def with_tensors(draft, folder, tensors):
+    """The draft with other tensors."""
+    (folder / "config.json").write_text((draft / "config.json").read_text())
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def proposals(directory, shared):
+    """What it proposes, with what it lacks taken from `shared`."""
+    present = {canonical_name(name) for name in load_file(directory / "model.safetensors")}
+    lacking = {name: tensor for name, tensor in shared.items() if name not in present}
+    proposer = load_proposer(directory, lacking)
+    chain, logits = chain_and_logits(proposer, *random_rows(20, proposer.model.draft.input_width))
+    return chain, torch.stack(logits)
+
+
+def allowed_without(name, tensors):
+    """Cases of section 4: what the target has, and the maps that then say nothing."""
+    full = tensors[next(stored for stored in tensors if canonical_name(stored) == HEAD)].shape[0] == 320
+    return name in (EMBED, "t2d") or (name == HEAD and full)
+
+
+def test_a_deleted_tensor_is_named_or_comes_from_the_target(tmp_path, target, shared, draft):
+    directory, tensors = draft
+    for stored in tensors:
+        rest = {name: tensor for name, tensor in tensors.items() if name != stored}
+        damaged, name = with_tensors(directory, tmp_path, rest), canonical_name(stored)
+        if not allowed_without(name, tensors):
+            assert_fault(faults_of(damaged, target), "missing", stored)
+            continue
+        # The same as a complete checkpoint that holds the target's tensor.
+        resolve(damaged, target)
+        chain, logits = proposals(damaged, shared)
+        complete = {**rest, stored: shared.get(name, tensors[stored])}
+        expected, expected_logits = proposals(with_tensors(directory, tmp_path, complete), {})
+        assert chain == expected and torch.equal(logits, expected_logits), name
+
+
+def test_a_renamed_tensor_is_named(tmp_path, target, draft):
+    directory, tensors = draft
+    for stored in tensors:
+        renamed = {f"{name}x" if name == stored else name: tensor for name, tensor in tensors.items()}
+        lines = faults_of(with_tensors(directory, tmp_path, renamed), target)
+        assert_fault(lines, f"{stored}x", "unexpected")
+        if not allowed_without(canonical_name(stored), tensors):
+            assert_fault(lines, "missing", stored)
+
+
+def test_a_reshaped_tensor_is_named_with_both_shapes(tmp_path, target, draft):
+    directory, tensors = draft
+    for stored, tensor in tensors.items():
+        for wrong in (tensor[:-1], tensor[None]):
+            lines = faults_of(with_tensors(directory, tmp_path, {**tensors, stored: wrong.clone()}), target)
+            assert_fault(lines, stored, str(list(tensor.shape)), f"found {list(wrong.shape)}")
+
+
+def test_a_tensor_of_another_type_is_named(tmp_path, target, draft):
+    directory, tensors = draft
+    for stored, tensor in tensors.items():
+        wrong = tensor.float() if not tensor.is_floating_point() else tensor.to(torch.int32)
+        lines = faults_of(with_tensors(directory, tmp_path, {**tensors, stored: wrong}), target)
+        assert_fault(lines, stored, f"found {wrong.dtype}")
+
+
+ADDED = {
+    "something.weight": (3,),
+    "layers.5.input_layernorm.weight": (64,),
+    "input_norm.weight": (192,),
+    "fc_norm.7.weight": (64,),
+    "fc.scale": (64,),
+    "norm.bias": (64,),
+    "lm_head.bias": (320,),
+    "layers.0.self_attn.sinks": (4,),
+    "layers.0.self_attn.rotary.weight": (8,),
+    "layers.0.mlp.gate_up_proj.weight": (192, 64),
+}
+# Present in some drafts; where it is, its shape is wrong.
+MAYBE = {
+    "layers.0.self_attn.q_proj.bias": (63,),
+    "layers.0.mlp.up_proj.bias": (95,),
+    "layers.0.self_attn.q_norm.weight": (15,),
+    "fc.bias": (63,),
+}
+
+
+def test_an_added_tensor_is_named(tmp_path, target, draft):
+    directory, tensors = draft
+    config = json.loads((directory / "config.json").read_text())
+    without_fc = config.get("eagle_config", {}).get("use_aux_hidden_state") is False
+    canonical = {canonical_name(name) for name in tensors}
+    for name, shape in {**ADDED, **MAYBE}.items():
+        if name in canonical or (without_fc and name.startswith("fc.")):
+            continue
+        added = {**tensors, name: torch.ones(shape)}
+        lines = faults_of(with_tensors(directory, tmp_path, added), target)
+        assert_fault(lines, name)
+
+
+CONTRADICTIONS = [
+    # What to write, the key, a value that something else contradicts, and what the message names.
+    ("A", "hidden_size", 48, "q_proj.weight"),
+    ("A", "intermediate_size", 95, "intermediate_size"),
+    ("A", "num_attention_heads", 2, "num_attention_heads 2 x head_dim 16"),
+    ("A", "num_key_value_heads", 4, "num_key_value_heads 4 x head_dim 16"),
+    ("A", "head_dim", 8, "head_dim 8"),
+    ("A", "head_dim", 15, "head_dim: expected an even number, found 15"),
+    ("A", "num_hidden_layers", 2, "layers.1.input_layernorm.weight: missing"),
+    ("A''", "num_hidden_layers", 1, "num_hidden_layers is 1"),
+    ("A''", "num_hidden_layers", 3, "layers.2.mlp.up_proj.weight: missing"),
+    ("A", "vocab_size", 336, "vocab_size"),
+    ("A", "vocab_size", 300, "vocab_size"),
+    ("A", "draft_vocab_size", 95, "draft_vocab_size"),
+    ("A", "draft_vocab_size", 320, "[320, 64]"),
+    ("A'", "draft_vocab_size", 96, "d2t: missing"),
+    ("A", "target_hidden_size", 48, "target_hidden_size 48"),
+    ("no aux", "target_hidden_size", 48, "target_hidden_size: expected hidden_size 64"),
+    ("A", "num_aux_hidden_states", 2, "num_aux_hidden_states: 2, but there are 3 layer ids"),
+    ("A", "norm_before_fc", False, "input_norm.weight in model.safetensors: unexpected (norm_before_fc is false)"),
+    ("A'", "norm_before_fc", True, "fc_norm and norm_before_fc"),
+    ("A'", "fc_norm", False, "fc_norm.0.weight in model.safetensors: unexpected (fc_norm is false"),
+    ("A''", "fc_norm", True, "fc_norm.0.weight: missing"),
+    ("no aux", "fc_norm", True, "fc_norm true and use_aux_hidden_state false contradict"),
+    ("no aux", "norm_before_fc", True, "norm_before_fc true and use_aux_hidden_state false contradict"),
+    ("A", "attention_bias", True, "q_proj.bias: missing"),
+    ("B, Llama", "attention_bias", False, "q_proj.bias in model.safetensors: unexpected (attention_bias is false)"),
+    ("A", "mlp_bias", False, "midlayer.mlp.up_proj.bias: unexpected (mlp_bias is false)"),
+    ("B, Qwen3", "mlp_bias", True, "mlp_bias true and model_type 'qwen3' contradict"),
+    ("A", "bias", False, "fc.bias in model.safetensors: unexpected (bias is false)"),
+    ("A'", "bias", True, "fc.bias: missing"),
+    ("A", "model_type", "qwen3", "q_norm.weight: missing"),
+    ("B, Qwen3", "model_type", "llama", "q_norm.weight in model.safetensors: unexpected (model_type is not qwen3)"),
+    ("B, Llama", "model_type", "qwen3", "q_norm.weight: missing"),
+    ("A", "eagle_aux_hidden_state_layer_ids", [0, 1, 3], "contradict"),
+    ("A", "architectures", ["Eagle3Speculator"], "architectures: expected LlamaForCausalLMEagle3"),
+    ("B, Llama", "architectures", ["LlamaForCausalLMEagle3"], "architectures: expected Eagle3Speculator"),
+    ("A", "hidden_act", "gelu", "hidden_act: expected 'silu'"),
+    ("A", "tie_word_embeddings", True, "tie_word_embeddings true"),
+    ("A", "logit_scale", "big", "logit_scale: expected a positive number"),
+    ("A", "rms_norm_eps", -1, "rms_norm_eps: expected a positive number"),
+    ("A", "norm_output", 1, "norm_output: expected true or false"),
+    ("A", "norm_before_residual", "no", "norm_before_residual: expected true or false"),
+    ("A", "rope_scaling", {"rope_type": "dynamic", "factor": 2.0}, "rope_type: expected"),
+    ("A", "rope_scaling", {"rope_type": "llama3", "factor": 2.0}, "original_max_position_embeddings"),
+    ("A", "rope_scaling", {"rope_type": "yarn", "factor": "two"}, "rope: "),
+    ("A", "partial_rotary_factor", 0.5, "partial_rotary_factor: expected 1"),
+    ("A", "sliding_window", 16, "sliding_window 16: expected use_sliding_window or layer_types"),
+    ("A", "use_sliding_window", True, "sliding_window: missing"),
+    ("A", "layer_types", ["sliding_attention"], "sliding_window: expected a size"),
+    ("A", "layer_types", ["chunked_attention"], "layer_types: expected a list"),
+    ("A''", "layer_types", ["sliding_attention"] * 3, "layer_types: expected 2, as many as num_hidden_layers"),
+    ("A", "eagle_config", {"norm_output": True, "return_hidden_post_norm": False}, "contradict"),
+    ("A''", "eagle_config", {"next_layer_regular": False}, "next_layer_regular false"),
+    ("A", "eagle_config", [1], "eagle_config: expected an object"),
+]
+
+
+@pytest.mark.parametrize(("name", "key", "value", "part"), CONTRADICTIONS, ids=lambda value: str(value)[:40])
+def test_a_contradicted_key_is_named(tmp_path, target, name, key, value, part):
+    directory = write_tiny_draft(tmp_path, embed=True, **DRAFTS[name])
+    config = json.loads((directory / "config.json").read_text())
+    layer = config.get("transformer_layer_config")
+    if layer is None or key in ("architectures", "eagle_aux_hidden_state_layer_ids"):
+        edit_config(directory, **{key: value})
+    else:
+        edit_config(directory, transformer_layer_config={**layer, key: value})
+    assert_fault(faults_of(directory, target), part)
