@@ -16,7 +16,7 @@ from draft_service.inspection import FittedDraft, fit, inspect_draft
 from draft_service.settings import parse_boundaries
 from draft_service.sharing import TargetFacts
 from draft_service.tokenizers import FILE as TOKENIZER
-from draft_service.tokenizers import check_vocabulary
+from draft_service.tokenizers import check_tokenizer
 from draft_service.trial import run_trial
 from outrider.checkpoint import Checkpoint, CheckpointError
 from outrider.cli.processes import ServiceFailed
@@ -75,7 +75,7 @@ def _resolve(draft: Path, target: Path, aux_boundaries: str) -> tuple[FittedDraf
     if inspected and facts:
         fitted = fit(inspected, facts, override, faults)
         path = target / TOKENIZER
-        compared = check_vocabulary(inspected, facts, path.read_bytes() if path.is_file() else b"", faults)
+        compared = check_tokenizer(inspected, facts, path.read_bytes() if path.is_file() else b"", faults)
     faults.raise_if_any()
     assert fitted is not None
     return fitted, {**fitted.summary(), "tokenizer": compared}

@@ -24,7 +24,7 @@ from draft_service.shared_tensors import SharedTensors
 from draft_service.sharing import TargetFacts
 from draft_service.target_link import Attachment, TargetLink
 from draft_service.tokenizers import FILE as TOKENIZER
-from draft_service.tokenizers import check_vocabulary
+from draft_service.tokenizers import check_tokenizer
 from draft_service.validation import CommandRules
 from draft_service.weights import load_weights, serving_dtype
 from outrider.engine_thread import EngineThread
@@ -145,7 +145,7 @@ class DraftServer:
         if missing := sorted(set(fitted.boundaries.values) - set(info.aux_boundaries)):
             faults.add(f"boundaries {missing}: the target emits only {list(info.aux_boundaries)}")
         tokenizer = await fetch_tokenizer(link.stub) if info.tokenizer_sha256 and draft.vocabulary_sha256 else {}
-        compared = check_vocabulary(draft, facts, tokenizer.get(TOKENIZER, b""), faults)
+        compared = check_tokenizer(draft, facts, tokenizer.get(TOKENIZER, b""), faults)
         faults.raise_if_any()
         if self._target is not None:
             await self._servicer.end_sessions(Unavailable("the draft loads anew: its target is another one"))
