@@ -19,6 +19,8 @@ import transformers
 from tokenizers import Tokenizer
 
 from outrider.v1 import common_pb2, gateway_pb2
+from tests.draft_service.client import DraftClient, extend_draft, open_draft
+from tests.draft_service.drivers import random_rows
 from tests.drafts import write_tiny_draft
 from tests.end_to_end.services import same, start_target
 from tests.end_to_end.trio import HOT, start_draft
@@ -159,7 +161,8 @@ async def test_the_draft_is_given_the_states_of_its_boundaries(pair: Pair, refer
         assert same(answer, expected)
         answer.check_usage()
     # Its chains are right up to each place in turn.
-    assert all(sum(answer.usage.acceptance_histogram[right] for answer in answers) for right in range(4))
+    histograms = [[*answer.usage.acceptance_histogram, 0, 0, 0][:4] for answer in answers]
+    assert all(map(sum, zip(*histograms, strict=True))), histograms
     expected = [reference(sequence)[1] for sequence in sequences]
     seen = set()
     for path in audit.glob("*.pt"):
@@ -175,16 +178,27 @@ async def test_the_draft_is_given_the_states_of_its_boundaries(pair: Pair, refer
 async def test_answers_do_not_depend_on_the_draft(pair: Pair, sampling: dict) -> None:
     asked = cases(6, sampling)
     plain = await pair.generate("", 0, asked)
-    accepted = {}
     for draft in (V3, LONG_CONTEXT):
         answers = await pair.generate(draft, 4, asked)
         for answer, expected in zip(answers, plain, strict=True):
             assert same(answer, expected), draft
             answer.check_usage()
-        accepted[draft] = sum(answer.usage.accepted_tokens for answer in answers)
-    if sampling is HOT:
-        # Random models, but they share their noise; and the same numbers at the same boundaries accept the same.
-        assert accepted[V3] == accepted[LONG_CONTEXT] > 20, accepted
+        # Random models, but when they are hot the noise that they share decides.
+        assert sampling is GREEDY or sum(answer.usage.accepted_tokens for answer in answers) > 10
+
+
+async def test_both_conventions_make_one_draft_of_the_same_numbers(pair: Pair) -> None:
+    states, tokens = random_rows(12)
+    chains = []
+    for draft in (V3, LONG_CONTEXT):
+        client = DraftClient(pair.drafts[draft].address)
+        info = await client.info()
+        assert tuple(info.aux_boundaries) == BOUNDARIES
+        await client.send(open_draft(1))
+        proposal = await client.propose(extend_draft(1, 0, states, tokens, 6))
+        chains.append((list(proposal.token_ids), list(proposal.probabilities)))
+        await client.close()
+    assert chains[0] == chains[1] and len(chains[0][0]) == 6
 
 
 async def test_a_conversation_in_harmony(pair: Pair) -> None:
