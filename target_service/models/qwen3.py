@@ -1,7 +1,7 @@
 """Builds a decoder from a Qwen3 checkpoint (Hugging Face's Qwen3ForCausalLM and Qwen3MoeForCausalLM).
 
 Query and key heads are normalised before they are turned. Of the mixture's layers some may be dense; experts are stored
-one by one.
+one by one, or stacked as transformers holds them (save_original_format=False).
 """
 
 from __future__ import annotations
@@ -64,11 +64,19 @@ def build_qwen3(checkpoint: Checkpoint, config: ModelConfig, device: torch.devic
 
 
 def _sparse(weights: Weights, config: ModelConfig, prefix: str, mixture: Mixture) -> MoeBlock:
-    stems = [f"{prefix}mlp.experts.{expert}." for expert in range(mixture.count)]
+    gate_up, down = _stacked(prefix)
+    if gate_up in weights:
+        packed = weights.stacked(gate_up, interleave=True), weights.stacked(down)
+    else:
+        stems = [f"{prefix}mlp.experts.{expert}." for expert in range(mixture.count)]
+        packed = (
+            [weights.interleaved(f"{stem}gate_proj", f"{stem}up_proj") for stem in stems],
+            [weights.linear(f"{stem}down_proj") for stem in stems],
+        )
     experts = Experts(
         router=weights.linear(f"{prefix}mlp.gate"),
-        gate_up=[weights.interleaved(f"{stem}gate_proj", f"{stem}up_proj") for stem in stems],
-        down=[weights.linear(f"{stem}down_proj") for stem in stems],
+        gate_up=packed[0],
+        down=packed[1],
         top_k=mixture.top_k,
         alpha=1.0,
         limit=math.inf,
@@ -78,11 +86,18 @@ def _sparse(weights: Weights, config: ModelConfig, prefix: str, mixture: Mixture
     return MoeBlock(weights(f"{prefix}post_attention_layernorm.weight"), config.rms_norm_eps, experts)
 
 
+def _stacked(prefix: str) -> tuple[str, str]:
+    """Names of all experts' gate and up projections, and of their down projections, where they are stacked."""
+    return f"{prefix}mlp.experts.gate_up_proj", f"{prefix}mlp.experts.down_proj"
+
+
 def _mixture(checkpoint: Checkpoint, config: ModelConfig) -> Mixture:
     """Every decoder_sparse_step-th layer has experts, but for those listed in mlp_only_layers."""
     if config.architecture != "Qwen3MoeForCausalLM":
         return Mixture(0, 0, 0, False, frozenset())
-    count, top_k = positive(checkpoint, "num_experts"), positive(checkpoint, "num_experts_per_tok")
+    # transformers 5 writes num_local_experts.
+    count = positive(checkpoint, "num_experts", checkpoint.config.get("num_local_experts"))
+    top_k = positive(checkpoint, "num_experts_per_tok")
     if top_k > count:
         raise wrong(checkpoint, "num_experts_per_tok", f"at most num_experts {count}", top_k)
     step = positive(checkpoint, "decoder_sparse_step", 1)
@@ -112,6 +127,11 @@ def _expected_tensors(checkpoint: Checkpoint, config: ModelConfig, mixture: Mixt
             shapes |= expected_gated(f"{prefix}mlp.", hidden, config.intermediate_size)
             continue
         shapes[f"{prefix}mlp.gate.weight"] = (mixture.count, hidden)
+        gate_up, down = _stacked(prefix)
+        if gate_up in checkpoint.tensors:
+            shapes[gate_up] = (mixture.count, 2 * mixture.intermediate_size, hidden)
+            shapes[down] = (mixture.count, hidden, mixture.intermediate_size)
+            continue
         for expert in range(mixture.count):
             shapes |= expected_gated(f"{prefix}mlp.experts.{expert}.", hidden, mixture.intermediate_size)
     return shapes

@@ -112,6 +112,14 @@ class Weights:
             for name in names:
                 self.checkpoint.release(name)
 
+    def stacked(self, name: str, *, interleave: bool = False) -> list[PackedWeight]:
+        """Packs each expert of `name` [E, outputs, inputs]; `interleave`: the rows of its two halves in turn."""
+        with self._passing(name) as stored:
+            return [
+                pack_weight(torch.stack(matrix.chunk(2), dim=1).flatten(0, 1) if interleave else matrix)
+                for matrix in stored
+            ]
+
     @contextmanager
     def _passing(self, name: str) -> Iterator[torch.Tensor]:
         """A tensor that is wanted inside only."""

@@ -8,6 +8,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -78,6 +79,16 @@ def test_both_spellings_of_llama_3_rope_are_one(checkpoints):
     assert torch.equal(*rows)
     plain = load_model(checkpoints["llama-3"])._layers[0].attention.rotary.cos
     assert not torch.equal(plain, load_model(checkpoints["llama"])._layers[0].attention.rotary.cos)
+
+
+def test_stacked_experts_are_the_same_model(checkpoints, tmp_path):
+    """As transformers writes them when it is asked for its own format."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoints["qwen3-moe-mixed"], dtype=torch.float32)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    stacked = Checkpoint(tmp_path).tensors["model.layers.1.mlp.experts.gate_up_proj"]
+    assert stacked.shape == (8, 2 * 48, 64)
+    rows = [chunks(Run(load_model(name), _tokens()), [LENGTH]) for name in (checkpoints["qwen3-moe-mixed"], tmp_path)]
+    assert torch.equal(*rows)
 
 
 @pytest.mark.parametrize("form", ["native", "torch"])
