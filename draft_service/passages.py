@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import grpc
 import torch
 
-from outrider.errors import from_status
+from outrider.errors import OutriderError, from_status
 from outrider.tensors import decode
 from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
 
@@ -45,8 +45,8 @@ async def write_passages(
 ) -> list[Passage]:
     """Has the target go on, greedily, by at most `num_tokens` after each prompt, all at once.
 
-    Returns what was written after `seconds`, without the prompts that it had not come to. Raises AioRpcError or
-    OutriderError where the target is lost or refuses.
+    Returns what was written after `seconds`, without the prompts that it had not come to or that it refused. Raises
+    AioRpcError where the target is lost, OutriderError where it refuses all.
     """
     call = stub.Verify()
     writers = {number: _Writer(list(prompt), len(prompt)) for number, prompt in enumerate(prompts, start=1)}
@@ -59,6 +59,9 @@ async def write_passages(
                 await _converse(call, writers)
     finally:
         call.cancel()  # frees all of it
+    errors = [writer.error for writer in writers.values() if writer.error is not None]
+    if len(errors) == len(writers):
+        raise errors[0]
     return [writer.passage() for writer in writers.values() if len(writer.token_ids) > writer.num_prompt]
 
 
@@ -86,12 +89,14 @@ class _Writer:
     token_ids: list[int]
     num_prompt: int
     rows: list[torch.Tensor] = field(default_factory=list)
+    error: OutriderError | None = None
 
     def take(self, event: target_pb2.TargetEvent) -> bool:
         """Adds what an event brings; whether the sequence has ended."""
         kind = event.WhichOneof("event")
         if kind == "error":
-            raise from_status(event.error)
+            self.error = from_status(event.error)
+            return True
         part = event.prefilled if kind == "prefilled" else event.advanced
         if part.HasField("hidden_states"):
             self.rows.append(decode(part.hidden_states.tensor, "hidden_states", copy=True))

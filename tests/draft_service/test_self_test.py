@@ -15,6 +15,9 @@ from outrider.v1 import target_pb2, target_pb2_grpc
 from tests.draft_service.drivers import extend, load_proposer, new_sequence, random_rows
 from tests.draft_service.stub_target import EMBED, StubTarget, shared_tensors
 from tests.drafts import write_tiny_draft
+from tests.end_to_end.services import start_target
+from tests.models import write_tiny_llama
+from tests.trained import passages_of
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +90,21 @@ class Talking(StubTarget):
             await asyncio.sleep(60)
         if self.manner == "broken":
             await abort(context, Unavailable("gone"))
-        event = target_pb2.TargetEvent(sequence_id=1, error=to_status(Internal("no such thing")))
-        await context.write(target_pb2.VerifyResponse(events=[event]))
+        error = to_status(Internal("no such thing"))
+        events = [target_pb2.TargetEvent(sequence_id=number, error=error) for number in range(1, 9)]
+        await context.write(target_pb2.VerifyResponse(events=events))
         await asyncio.sleep(60)
+
+
+async def test_prompts_that_a_target_refuses_are_left_out(tmp_path):
+    """Its queue holds a few sequences only."""
+    model = write_tiny_llama(tmp_path, num_hidden_layers=2)
+    flags = ("--max-sequences", "1", "--max-queue", "2")
+    with start_target(model, *flags) as target:
+        passages = await passages_of(target.address, (0, 2), 6)
+        assert target.metric("outrider_num_requests_running") == 0
+    assert 0 < len(passages) < 8
+    assert all(passage.states.shape == (len(passage.token_ids) - 1, 128) for passage in passages)
 
 
 @pytest.mark.parametrize("manner", ["silent", "broken", "refusing"])
