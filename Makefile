@@ -48,6 +48,7 @@ $(VENV)/.demo $(VENV)/.test: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)
 	@echo "Installing into $(VENV): a few minutes"
 	@$(INSTALL) setuptools
 	@$(INSTALL) --no-build-isolation --editable '.[$*]'
+	@$(if $(filter test,$*),$(INSTALL) --no-deps speculators)
 	@touch $@
 
 # The generator stays at the floor of what its output must load on, so it has an environment of its own.

@@ -79,7 +79,7 @@ def as_flat(config: Mapping[str, Any], tensor_names: Collection[str], faults: Fa
         log.warning("norm_before_residual: missing; taken as true, as vLLM takes it for this layout")
         flat["norm_before_residual"] = True
     # The target's own, copied along: the draft's head stands beside its embedding.
-    flat.pop("tie_word_embeddings", None)
+    flat |= {"tie_word_embeddings": config.get("tie_word_embeddings", False)}
     _settle_windows(flat)
     return flat
 
