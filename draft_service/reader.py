@@ -44,14 +44,15 @@ class Reader:
             return default
         return float(value)
 
-    def flag(self, key: str, *nested_keys: str, default: bool = False) -> bool:
-        """A boolean of the top level or, under `nested_keys`, of eagle_config."""
-        found = self.optional_flag(key, *nested_keys)
+    def flag(self, key: str, *nested_keys: str, alias: str = "", default: bool = False) -> bool:
+        """A boolean of the top level, there perhaps under an `alias`, or of eagle_config, under `nested_keys`."""
+        found = self.optional_flag(key, *nested_keys, alias=alias)
         return default if found is None else found
 
-    def optional_flag(self, key: str, *nested_keys: str) -> bool | None:
+    def optional_flag(self, key: str, *nested_keys: str, alias: str = "") -> bool | None:
         """As `flag`; None where the config says nothing."""
-        found = {key: self.config.get(key)} | {f"eagle_config.{name}": self.nested.get(name) for name in nested_keys}
+        found = {name: self.config.get(name) for name in (key, alias)}
+        found |= {f"eagle_config.{name}": self.nested.get(name) for name in nested_keys}
         found = {name: value for name, value in found.items() if value is not None}
         for name, value in found.items():
             if not isinstance(value, bool):

@@ -5,6 +5,7 @@ import contextlib
 import json
 import random
 
+import pytest
 import torch
 
 from kernels import native
@@ -17,6 +18,12 @@ from tests.processes import Service
 
 ANY = ("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0")
 BOUNDARIES = (1, 2, 3)
+KINDS = {
+    # N is among the ids, so they are boundaries.
+    (0, 3, 4): {"eagle_aux_hidden_state_layer_ids": [0, 3, 4]},
+    # The state after the target's final norm.
+    (5,): {"use_aux_hidden_state": False},
+}
 
 
 def test_rows_through_shared_memory_chunks_rejections_and_preemption(tmp_path):
@@ -51,8 +58,18 @@ def test_rows_inline_past_the_window_and_beyond_gaps(tmp_path):
         assert positions >= set(range(len(prompt)))
 
 
+@pytest.mark.parametrize("boundaries", KINDS, ids=str)
+def test_rows_of_the_last_boundaries(tmp_path, boundaries):
+    with services(tmp_path, write_tiny_llama, ("--step-tokens", "32"), eagle_config=KINDS[boundaries]) as (*_, gateway):
+        prompts = random_prompts(50, 3)
+        sequences, _ = generate_audited(tmp_path, gateway, prompts, new_tokens=20, chains=(4,))
+    _, seen = audit_records(tmp_path, sequences, boundaries)
+    for prompt, positions in zip(prompts, seen, strict=True):
+        assert positions >= set(range(len(prompt)))
+
+
 @contextlib.contextmanager
-def services(folder, write_target, flags, stall=0, form="auto"):
+def services(folder, write_target, flags, stall=0, form="auto", eagle_config=None):
     """Target, auditing draft and gateway."""
     (folder / "audit").mkdir()
     environment = {
@@ -63,7 +80,12 @@ def services(folder, write_target, flags, stall=0, form="auto"):
     with contextlib.ExitStack() as stack:
         model = write_target(folder / "target")
         target = stack.enter_context(Service("target_service", *ANY, "--model", model, *flags, environment=environment))
-        draft_flags = ("--model", write_tiny_draft(folder / "draft"), "--target", target.address)
+        draft_flags = (
+            "--model",
+            write_tiny_draft(folder / "draft", eagle_config=eagle_config),
+            "--target",
+            target.address,
+        )
         draft = stack.enter_context(Service("tests.draft_service.auditor", *ANY, *draft_flags, environment=environment))
         gateway = stack.enter_context(Service("gateway", *ANY, "--pair", f"{target.address}={draft.address}"))
         yield target, draft, gateway
@@ -107,10 +129,10 @@ async def generate_all(address, prompts, new_tokens, chain):
         return await asyncio.gather(*map(generate, prompts))
 
 
-def audit_records(folder, sequences):
+def audit_records(folder, sequences, boundaries=BOUNDARIES):
     """Checks every record; returns where the draft's sequences began, and the positions that came of each sequence."""
     model = load_model(folder / "target")
-    expected = [recomputed(model, tokens) for tokens in sequences]
+    expected = [recomputed(model, tokens, boundaries) for tokens in sequences]
     held: dict[int, range] = {}
     starts, seen = [], [set() for _ in sequences]
     for path in sorted((folder / "audit").glob("*.pt")):
@@ -134,7 +156,7 @@ def audit_records(folder, sequences):
     return starts, seen
 
 
-def recomputed(model, tokens):
+def recomputed(model, tokens, boundaries):
     """The boundaries' states of all positions, side by side, in one pass."""
     count = len(tokens)
     cache = model.new_kv_cache(-(-count // 64))
@@ -144,5 +166,5 @@ def recomputed(model, tokens):
         torch.zeros(count, dtype=torch.int32),
         torch.arange(cache.num_pages, dtype=torch.int32)[None],
     )
-    aux = model.forward(batch, cache, BOUNDARIES).aux
-    return torch.cat([aux[boundary] for boundary in BOUNDARIES], dim=1)
+    aux = model.forward(batch, cache, boundaries).aux
+    return torch.cat([aux[boundary] for boundary in boundaries], dim=1)

@@ -62,8 +62,8 @@ AUX_NORMS = {f"fc_norm.{j}.weight": f"aux_norm_{level}.weight" for j, level in e
 @pytest.mark.parametrize(
     ("draft", "change", "settings"),
     [
-        # Each fc_norm under SGLang's old name.
-        ({"fc_norm": True}, lambda name: AUX_NORMS.get(name, name), {}),
+        # SGLang's old names of the norms, and of their flag.
+        ({"fc_norm": True}, lambda name: AUX_NORMS.get(name, name), {"fc_norm": None, "use_aux_norm": True}),
         # Settings at the other of the two places where files have them.
         (
             {"norm_before_fc": True, "norm_output": True},
