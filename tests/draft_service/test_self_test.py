@@ -31,12 +31,15 @@ def proposer(directory):
 
 
 def test_agreement_is_what_chains_fed_with_the_truth_give(proposer):
-    """A passage that goes on as the draft itself would: each of its own tokens counts, and each wrong one."""
-    states, tokens = random_rows(20)
-    chain = extend(proposer, new_sequence(), 0, states[:9], tokens[:9], 3).token_ids
-    written = [5, *tokens[:9], *chain]
-    agreement = measure(proposer.model, [Passage(written, 10, states[:12])], steps=3)
-    assert agreement.right.tolist() == [[True] * 3] and agreement.mean_length == 4
+    """Passages that go on as the draft itself would: each of its own tokens counts, and each wrong one."""
+    passages = []
+    for seed in range(20):
+        states, tokens = random_rows(20, seed=seed)
+        chain = extend(proposer, new_sequence(), 0, states[:9], tokens[:9], 3).token_ids
+        written = [5, *tokens[:9], *chain]
+        passages.append(Passage(written, 10, states[:12]))
+    agreement = measure(proposer.model, passages, steps=3)
+    assert agreement.right.tolist() == [[True] * 3] * 20 and agreement.mean_length == 4
     for place in range(3):
         wrong = list(written)
         wrong[10 + place] = (wrong[10 + place] + 1) % 320
