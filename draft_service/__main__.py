@@ -29,6 +29,9 @@ def draft(
     norm_output: Annotated[
         str, typer.Option(help="auto, true or false: whether what is fed back is taken after the final norm.")
     ] = "auto",
+    norm_before_residual: Annotated[
+        str, typer.Option(help="auto, true or false: whether the residual is the normed state, not the raw one.")
+    ] = "auto",
     self_test: Annotated[
         bool, typer.Option(help="Try it on text that the target writes before it serves; near chance, it does not.")
     ] = True,
@@ -66,6 +69,7 @@ def draft(
             aux_boundaries,
             norm_output,
             draft_window,
+            norm_before_residual,
         ).validated()
         asyncio.run(DraftServer(settings, listen, metrics_listen, self_test=self_test).run(grace))
     except (ValueError, OSError, OutriderError) as error:

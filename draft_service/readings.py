@@ -49,15 +49,15 @@ class Reading:
         )
 
     def settings(self, other: Reading) -> str:
-        """What to set for this reading where `other` is served."""
+        """Flags of `outrider draft` for this reading where `other` is served."""
         parts = []
         if self.boundaries != other.boundaries:
             parts.append(f"--aux-boundaries {','.join(map(str, self.boundaries))}")
         if self.norm_output != other.norm_output:
             parts.append(f"--norm-output {str(self.norm_output).lower()}")
         if self.norm_before_residual != other.norm_before_residual:
-            parts.append(f'"norm_before_residual": {str(self.norm_before_residual).lower()} in config.json')
-        return " and ".join(parts)
+            parts.append(f"--norm-before-residual {str(self.norm_before_residual).lower()}")
+        return " ".join(parts)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import uuid
+from typing import Any
 
 import grpc
 import torch
@@ -215,10 +216,9 @@ def _inspect(settings: Settings) -> InspectedDraft:
     draft = inspect_draft(settings.model, faults)
     faults.raise_if_any()
     assert draft is not None
-    if settings.norm_output == "auto":
-        return draft
-    description = dataclasses.replace(draft.description, norm_output=settings.norm_output == "true")
-    return dataclasses.replace(draft, description=description)
+    flags = {"norm_output": settings.norm_output, "norm_before_residual": settings.norm_before_residual}
+    given: dict[str, Any] = {name: value == "true" for name, value in flags.items() if value != "auto"}
+    return dataclasses.replace(draft, description=dataclasses.replace(draft.description, **given))
 
 
 def build_proposer(

@@ -32,6 +32,7 @@ class Settings:
     aux_boundaries: str
     norm_output: str
     draft_window: int = 0
+    norm_before_residual: str = "auto"
 
     def validated(self) -> Settings:
         """The same with the name filled in. Raises ValueError, naming the flag, for a value that makes no sense."""
@@ -39,6 +40,7 @@ class Settings:
             ("--device", self.device, ("auto", "cpu", "cuda")),
             ("--dtype", self.dtype, ("auto", "float32", "bfloat16")),
             ("--norm-output", self.norm_output, ("auto", "true", "false")),
+            ("--norm-before-residual", self.norm_before_residual, ("auto", "true", "false")),
         ):
             if value not in choices:
                 raise ValueError(f"{flag}: expected {', '.join(choices[:-1])} or {choices[-1]}, found {value!r}")

@@ -24,7 +24,7 @@ from tests.trained import passages_of, write_trained_draft
 FACTS = TargetFacts("target", vocab_size=320, hidden_size=64, num_layers=6)
 CAPTURED = [1, 2, 3, 4, 5, 6]
 TRUE = Reading((2, 4, 5), norm_before_residual=False, norm_output=False)
-SETTINGS = '--aux-boundaries 2,4,5 and --norm-output false and "norm_before_residual": false in config.json'
+SETTINGS = "--aux-boundaries 2,4,5 --norm-output false --norm-before-residual false"
 
 
 @pytest.fixture(scope="module")

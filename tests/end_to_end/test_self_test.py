@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests.scripted.cluster import eventually, start_gateway
 from tests.trained import passages_of, write_trained_draft
 
 BOUNDARIES = (2, 4, 6)
+IDS = "eagle_aux_hidden_state_layer_ids"
 CASE = {"prompt": "the hat of the", "max_new_tokens": 30, "ignore_eos": True}
 
 
@@ -39,9 +41,15 @@ async def serving(draft: Service) -> list[bool]:
 
 
 async def test_a_draft_that_fits_serves(model: Path, target: Service, tmp_path: Path) -> None:
+    """Its config says it all wrong, the flags say it as it is."""
     passages = await passages_of(target.address, BOUNDARIES, 32)
     draft_model = write_trained_draft(tmp_path, model, passages, BOUNDARIES)
-    with start_draft(draft_model, target.address, "--self-test") as draft:
+    config = json.loads((draft_model / "config.json").read_text())
+    config |= {"norm_output": True, "norm_before_residual": True, "eagle_config": {IDS: [0, 1, 2]}}
+    (draft_model / "config.json").write_text(json.dumps(config))
+    flags = ("--aux-boundaries", "2,4,6", "--norm-output", "false", "--norm-before-residual", "false", "--self-test")
+    with start_draft(draft_model, target.address, *flags) as draft:
+        assert "residual: g; fed back: o;" in draft.text
         assert await serving(draft) == [True, True]
         assert draft.metric("outrider_draft_misfit") == 0
         assert draft.metric("outrider_draft_self_test_rows") > 100
