@@ -132,9 +132,9 @@ def verdict(results: Sequence[Result], served: Reading) -> tuple[bool, str]:
     """Whether the draft is worth serving as it is read, and a line that says which reading wins."""
     best = results[0]
     now = next(result for result in results if result.reading == served)
-    if best.near_chance:
-        return False, "does not fit: by every reading it is near chance; it was made for another target"
     rivals = [result for result in results[1:] if not best.clearly_beats(result)]
+    if best.near_chance or (now in rivals and now.near_chance):
+        return False, "does not fit: no reading is clearly better than chance; it was made for another target"
     if now is best and not rivals:
         return True, "the reading that is served wins clearly"
     if now is best or now in rivals:
