@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from draft_service.boundaries import Boundaries, resolve_boundaries
 from draft_service.description import DraftDescription, describe
@@ -16,7 +15,6 @@ from draft_service.layout import D2T, T2D, canonical_names, compare, validate_d2
 from draft_service.sharing import Sharing, TargetFacts, resolve_sharing
 from draft_service.speculators import as_flat
 from outrider.checkpoint import Checkpoint
-from outrider.vocabulary import vocabulary_sha256
 
 log = logging.getLogger(__name__)
 
@@ -25,13 +23,12 @@ log = logging.getLogger(__name__)
 class InspectedDraft:
     """A draft checkpoint whose headers fit its config.
 
-    `names`: canonical name to name in the file. `vocabulary_sha256`: empty for a draft that brings no tokenizer.
+    `names`: canonical name to name in the file.
     """
 
     checkpoint: Checkpoint
     description: DraftDescription
     names: dict[str, str]
-    vocabulary_sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,7 @@ def inspect_draft(directory: str | os.PathLike[str], faults: Faults) -> Inspecte
     if not faults:
         maps = [checkpoint.load(names[name]) if name in names else None for name in (D2T, T2D)]
         validate_d2t(description, maps[0], maps[1], faults)
-    return InspectedDraft(checkpoint, description, names, _vocabulary_sha256(checkpoint.directory))
+    return InspectedDraft(checkpoint, description, names)
 
 
 def fit(draft: InspectedDraft, target: TargetFacts, override: Sequence[int] | None, faults: Faults) -> FittedDraft:
@@ -110,8 +107,3 @@ def fit(draft: InspectedDraft, target: TargetFacts, override: Sequence[int] | No
     boundaries = resolve_boundaries(draft.description, target.num_layers, override, faults)
     sharing = resolve_sharing(draft.description, draft.names, target, faults)
     return FittedDraft(draft, target, boundaries, sharing)
-
-
-def _vocabulary_sha256(directory: Path) -> str:
-    path = directory / "tokenizer.json"
-    return vocabulary_sha256(path, path.read_bytes()) if path.is_file() else ""

@@ -25,7 +25,7 @@ from draft_service.shared_tensors import SharedTensors
 from draft_service.sharing import TargetFacts
 from draft_service.target_link import Attachment, TargetLink
 from draft_service.tokenizers import FILE as TOKENIZER
-from draft_service.tokenizers import check_tokenizer
+from draft_service.tokenizers import check_tokenizer, own_vocabulary_sha256
 from draft_service.validation import CommandRules
 from draft_service.weights import load_weights, serving_dtype
 from outrider.engine_thread import EngineThread
@@ -56,6 +56,7 @@ class DraftServer:
         self._attachment: Attachment | None = None
         self._instance_id = uuid.uuid4().hex
         self._was_ready = False
+        self._vocabulary_sha256 = ""
         self._model: DraftModel | None = None
         self._boundaries: tuple[int, ...] = ()
         self._misfit: bool | None = None  # None until it is known
@@ -63,6 +64,7 @@ class DraftServer:
     async def run(self, grace: float) -> None:
         """Serves until SIGTERM or SIGINT. Raises ValueError or FailedPrecondition where draft and target do not fit."""
         draft = await asyncio.to_thread(_inspect, self._settings)
+        self._vocabulary_sha256 = await asyncio.to_thread(own_vocabulary_sha256, draft)
         await self._frame.start(
             lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(self._servicer, server)
         )
@@ -145,7 +147,7 @@ class DraftServer:
         fitted = fit(draft, facts, parse_boundaries(self._settings.aux_boundaries), faults)
         if missing := sorted(set(fitted.boundaries.values) - set(info.aux_boundaries)):
             faults.add(f"boundaries {missing}: the target emits only {list(info.aux_boundaries)}")
-        tokenizer = await fetch_tokenizer(link.stub) if info.tokenizer_sha256 and draft.vocabulary_sha256 else {}
+        tokenizer = await fetch_tokenizer(link.stub) if info.tokenizer_sha256 and self._vocabulary_sha256 else {}
         compared = check_tokenizer(draft, facts, tokenizer.get(TOKENIZER, b""), faults)
         faults.raise_if_any()
         if self._target is not None:
@@ -199,7 +201,7 @@ class DraftServer:
             transports=transports,
             vocab_size=draft.vocab_size,
             target_hidden_size=draft.target_hidden_size,
-            vocabulary_sha256=fitted.draft.vocabulary_sha256,
+            vocabulary_sha256=self._vocabulary_sha256,
         )
 
     def _submit(self, commands: list[Command]) -> None:

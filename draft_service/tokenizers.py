@@ -13,6 +13,7 @@ from typing import Any
 from draft_service.faults import Faults
 from draft_service.inspection import InspectedDraft
 from draft_service.sharing import TargetFacts
+from outrider.vocabulary import vocabulary_sha256
 
 FILE = "tokenizer.json"
 _SHOWN = 3
@@ -28,9 +29,19 @@ def check_tokenizer(draft: InspectedDraft, target: TargetFacts, target_tokenizer
         return "the draft brings none; only the size of the vocabulary was compared"
     if not target_tokenizer:
         return "the target has none; only the size of the vocabulary was compared"
-    for difference in differences(path.read_bytes(), target_tokenizer):
+    try:
+        found = differences(path.read_bytes(), target_tokenizer)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        found = [f"unreadable: {error!r}"]
+    for difference in found:
         faults.add(f"{path}: not {target.model}'s tokenizer: {difference}")
     return "the target's: vocabulary, merges and added tokens are equal"
+
+
+def own_vocabulary_sha256(draft: InspectedDraft) -> str:
+    """The digest of the contract; empty for a draft that brings no tokenizer. Raises ValueError for a damaged one."""
+    path = draft.checkpoint.directory / FILE
+    return vocabulary_sha256(path, path.read_bytes()) if path.is_file() else ""
 
 
 def differences(draft: bytes, target: bytes) -> list[str]:

@@ -70,6 +70,9 @@ def test_check_compares_what_there_is(tmp_path):
         resolve(draft, target)
     for part in ("tokens differ: ", "merges differ: ", "added tokens differ: "):
         assert part in str(refused.value)
+    (draft / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer\.json: not target's tokenizer: unreadable"):
+        resolve(draft, target)
     (target / "tokenizer.json").unlink()
     assert resolve(draft, target)["tokenizer"].startswith("the target has none")
 
