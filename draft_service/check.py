@@ -82,7 +82,7 @@ def _resolve(draft: Path, target: Path, aux_boundaries: str) -> tuple[FittedDraf
 
 
 def target_facts(directory: Path, faults: Faults) -> TargetFacts | None:
-    """The target's sizes, from its config. Its embedding must be what the config says."""
+    """The target's sizes, from its config. Its embedding, and head unless tied, must be what the config says."""
     try:
         checkpoint = Checkpoint(directory)
     except CheckpointError as error:
@@ -95,11 +95,13 @@ def target_facts(directory: Path, faults: Faults) -> TargetFacts | None:
         if not isinstance(value, int):
             faults.add(f"the target's {key}: expected an integer in {directory / 'config.json'}, found {value!r}")
             return None
-    embedding = checkpoint.tensors.get("model.embed_tokens.weight")
     expected = (sizes["vocab_size"], sizes["hidden_size"])
-    if embedding is None or embedding.shape != expected:
-        found = "none" if embedding is None else str(list(embedding.shape))
-        faults.add(f"the target's model.embed_tokens.weight: expected {list(expected)}, found {found}")
+    tied = checkpoint.config.get("tie_word_embeddings", False)
+    for name in ("model.embed_tokens.weight", *(() if tied else ("lm_head.weight",))):
+        info = checkpoint.tensors.get(name)
+        if info is None or info.shape != expected:
+            found = "none" if info is None else str(list(info.shape))
+            faults.add(f"the target's {name}: expected {list(expected)}, found {found}")
     return TargetFacts(directory.resolve().name, *expected, sizes["num_hidden_layers"])
 
 

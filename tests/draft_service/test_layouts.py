@@ -77,7 +77,7 @@ AUX_NORMS = {f"fc_norm.{j}.weight": f"aux_norm_{level}.weight" for j, level in e
         ),
         # Silence where the default says the same.
         (
-            {"draft_vocab_size": 320},
+            {"draft_vocab_size": 320, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8},
             None,
             dict.fromkeys(
                 ("draft_vocab_size", "head_dim", "num_hidden_layers", "rope_theta", "max_position_embeddings")

@@ -36,6 +36,11 @@ def tables(target):
     return {EMBED: embed, HEAD: tensors.get(HEAD, embed)}
 
 
+def padding(rows):
+    """Rows that would win, were they looked at."""
+    return torch.randn(rows, 64, generator=torch.Generator().manual_seed(0)) * 9
+
+
 def chain_of(directory, shared=None, width=64):
     proposer = load_proposer(directory, shared, target_hidden_size=width)
     chain, logits = chain_and_logits(proposer, *random_rows(20, proposer.model.draft.input_width))
@@ -67,6 +72,16 @@ def test_every_combination_is_whole_or_refused(tmp_path, targets, embed, head, r
     assert chain == expected and torch.equal(logits, expected_logits)
 
 
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", HEAD])
+def test_a_target_that_lacks_what_it_should_share_is_named(tmp_path, name):
+    directory = write_tiny_draft(tmp_path / "draft", **LACKING_BOTH)
+    target = write_tiny_llama(tmp_path / "target")
+    edit(target, **{name.replace(".", "__"): torch.zeros(320, 63)})
+    assert_fault(faults_of(directory, target), f"the target's {name}: expected [320, 64], found [320, 63]")
+    edit(target, **{name.replace(".", "__"): None})
+    assert_fault(faults_of(directory, target), f"the target's {name}: expected [320, 64], found none")
+
+
 def test_its_own_tensors_win_over_the_targets(tmp_path, targets):
     directory = write_tiny_draft(tmp_path, embed=True, **FULL)
     assert resolve(directory, targets[64])["embed_tokens"] == "from the checkpoint"
@@ -76,7 +91,7 @@ def test_its_own_tensors_win_over_the_targets(tmp_path, targets):
 def test_a_table_that_the_target_pads_is_cut_and_one_that_is_too_small_is_refused(tmp_path, targets, name):
     directory = write_tiny_draft(tmp_path, **LACKING_BOTH)
     shared = tables(targets[64])
-    padded = {**shared, name: torch.cat([shared[name], torch.full((8, 64), 9.0)])}
+    padded = {**shared, name: torch.cat([shared[name], padding(8)])}
     assert chain_of(directory, padded)[0] == chain_of(directory, shared)[0]
     for wrong in (shared[name][:-1], shared[name][:, :48]):
         with pytest.raises(CheckpointError, match=rf"{name}: missing.*\[320, 64\] is needed"):
@@ -105,7 +120,7 @@ def test_a_padded_table_of_a_target_process_is_cut(tmp_path, targets):
     chain = extend(load_proposer(directory, shared), new_sequence(), 0, *rows, 5)
 
     def padded():
-        stub = StubTarget(*(torch.cat([shared[name], torch.full((64, 64), 9.0)]) for name in (EMBED, HEAD)))
+        stub = StubTarget(*(torch.cat([shared[name], padding(64)]) for name in (EMBED, HEAD)))
         stub.info.vocab_size = 320
         return stub
 
