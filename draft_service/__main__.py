@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from outrider import event_loop
 from outrider.settings import ConfigFile, Listen, LogLevel, MetricsListen, run_command, usage_error
 
 
@@ -71,7 +71,7 @@ def draft(
             draft_window,
             norm_before_residual,
         ).validated()
-        asyncio.run(DraftServer(settings, listen, metrics_listen, self_test=self_test).run(grace))
+        event_loop.run(DraftServer(settings, listen, metrics_listen, self_test=self_test).run(grace))
     except (ValueError, OSError, OutriderError) as error:
         print(f"outrider draft: {error}", file=sys.stderr)
         raise typer.Exit(1) from None

@@ -2,7 +2,8 @@
 
 Standard input: {"shapes": [{"chain": K, "emitted": rows, "context": tokens}, ...]}. Standard output:
 {"seconds": [...], "threads": n}, for each shape the median of a step that takes in the rows of one greedy sequence of
-that context and drafts a chain of K tokens.
+that context and drafts a chain of K tokens. Before each step the caches are emptied, as the target's weights empty them
+between two steps of a pair on one processor.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from outrider.checkpoint import Checkpoint
 from outrider.settings import run_command
 
 WARM_UP = 8
+_SWEPT = torch.zeros(64 << 20, dtype=torch.uint8)  # more than a processor's share of the last cache
 _TARGET_NAMES = {EMBED: "model.embed_tokens.weight", HEAD: "lm_head.weight"}
 
 
@@ -75,6 +77,7 @@ def time_step(engine: DraftEngine, shape: dict[str, Any], width: int, steps: int
 def _extend(engine: DraftEngine, sequence: DraftSequence, rows: int, width: int, chain: int) -> float:
     """Has the sequence take in `rows` more rows of noise, and returns the seconds of that step."""
     states, token_ids = torch.randn(rows, width), np.zeros(rows, dtype=np.int64)
+    _SWEPT.add_(1)
     engine.apply([[Extend(sequence, sequence.end, states, token_ids, chain, 0.0, time.perf_counter())]])
     began = time.perf_counter()
     engine.step()

@@ -16,6 +16,7 @@ from gateway.metrics_alias import VllmNames
 from gateway.pairs import Fleet
 from gateway.service import GatewayServicer
 from gateway.validation import Defaults
+from outrider import event_loop
 from outrider.channels import CLIENT_MESSAGE_BYTES
 from outrider.engine_thread import SWITCH_INTERVAL
 from outrider.server import ServiceFrame, configure_logging
@@ -53,7 +54,7 @@ def gateway(
     sys.setswitchinterval(SWITCH_INTERVAL)
     pairs = [parse_pair(text) for text in pair]
     defaults = Defaults(draft_tokens=draft_tokens, max_new_tokens=default_max_new_tokens)
-    asyncio.run(serve(pairs, listen, metrics_listen, defaults, draft_timeout, recover_within, grace))
+    event_loop.run(serve(pairs, listen, metrics_listen, defaults, draft_timeout, recover_within, grace))
 
 
 async def serve(

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from outrider import event_loop
 from outrider.server import ServiceFrame, configure_logging
 from outrider.settings import ConfigFile, Listen, LogLevel, MetricsListen, run_command
 from outrider.v1 import target_pb2_grpc
@@ -62,7 +63,7 @@ def main(
         max_queue=max_queue,
     )
     try:
-        asyncio.run(serve(settings, listen, metrics_listen, grace))
+        event_loop.run(serve(settings, listen, metrics_listen, grace))
     except (OSError, ValueError) as error:
         sys.exit(f"outrider target: {error}")
 
