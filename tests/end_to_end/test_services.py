@@ -100,10 +100,12 @@ async def test_a_draft_stalled_killed_and_restarted_at_random(services: Trio) ->
 
 
 async def test_a_target_killed_and_restarted(services: Trio) -> None:
-    cases = requests(3, tokens=120)
+    cases = requests(3, tokens=900)
     plain = await one_by_one(services, cases)
+    before = services.gateway.metric("outrider_generation_tokens_total")
     running = asyncio.create_task(generate(services, cases, k=3))
-    await asyncio.sleep(0.3)
+    while services.gateway.metric("outrider_generation_tokens_total") < before + 60:
+        await asyncio.sleep(0.01)
     services.target.kill()
     services.target = await asyncio.to_thread(services.target.restarted)
     check(await running, plain)
