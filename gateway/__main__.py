@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -17,7 +18,7 @@ from gateway.pairs import Fleet
 from gateway.service import GatewayServicer
 from gateway.validation import Defaults
 from outrider import event_loop
-from outrider.channels import CLIENT_MESSAGE_BYTES
+from outrider.channels import CLIENT_MESSAGE_BYTES, connection_age
 from outrider.engine_thread import SWITCH_INTERVAL
 from outrider.server import ServiceFrame, configure_logging
 from outrider.settings import ConfigFile, Listen, LogLevel, MetricsListen, run_command, usage_error
@@ -46,6 +47,12 @@ def gateway(
         int, typer.Option(min=1, help="Most tokens to generate for requests that do not say.")
     ] = 1024,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that running requests get to end after SIGTERM.")] = 30.0,
+    max_connection_age: Annotated[
+        float, typer.Option(min=0, help="Seconds after which a client has to connect anew; 0 for never.")
+    ] = 0.0,
+    connection_age_grace: Annotated[
+        float, typer.Option(min=0, help="Seconds that running answers get to end on a connection past its age.")
+    ] = 600.0,
     config: ConfigFile = None,
     log_level: LogLevel = "info",
 ) -> None:
@@ -54,7 +61,8 @@ def gateway(
     sys.setswitchinterval(SWITCH_INTERVAL)
     pairs = [parse_pair(text) for text in pair]
     defaults = Defaults(draft_tokens=draft_tokens, max_new_tokens=default_max_new_tokens)
-    event_loop.run(serve(pairs, listen, metrics_listen, defaults, draft_timeout, recover_within, grace))
+    age = connection_age(max_connection_age, connection_age_grace)
+    event_loop.run(serve(pairs, listen, metrics_listen, defaults, draft_timeout, recover_within, grace, age))
 
 
 async def serve(
@@ -65,6 +73,7 @@ async def serve(
     draft_timeout: float | None,
     recover_within: float,
     grace: float,
+    front_options: Sequence[tuple[str, int]] = (),
 ) -> None:
     """Runs the gateway until a signal, and drains."""
     frame = ServiceFrame("gateway", SERVICE, listen, metrics_listen)
@@ -76,6 +85,7 @@ async def serve(
     await frame.start(
         lambda server: gateway_pb2_grpc.add_GatewayServiceServicer_to_server(GatewayServicer(core), server),
         CLIENT_MESSAGE_BYTES,
+        front_options,
     )
     fleet.start()
     gc.freeze()  # what is here stays: no collection need look at it again

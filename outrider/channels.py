@@ -32,6 +32,8 @@ def channel_options(max_message_bytes: int = SERVICE_MESSAGE_BYTES) -> list[tupl
         # How long one attempt may take, not how often one is made: a busy or distant peer answers late.
         ("grpc.min_reconnect_backoff_ms", 2_000),
         ("grpc.max_reconnect_backoff_ms", 1_000),
+        # A pod that is made anew has another address under its name: by default that is asked for every 30 s only.
+        ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     ]
 
 
@@ -44,6 +46,20 @@ def server_options(max_receive_bytes: int = SERVICE_MESSAGE_BYTES) -> list[tuple
         ("grpc.max_send_message_length", SERVICE_MESSAGE_BYTES),
         ("grpc.max_receive_message_length", max_receive_bytes),
         ("grpc.so_reuseport", 0),  # two servers on one port is a mistake, not a balance
+    ]
+
+
+def connection_age(seconds: float, grace: float) -> list[tuple[str, int]]:
+    """Further options of a server whose clients come through a changing set of addresses.
+
+    A connection older than `seconds` takes no new calls, so that its client looks around anew; calls on it get
+    `grace` seconds to end. 0 `seconds` for no such limit.
+    """
+    if not seconds:
+        return []
+    return [
+        ("grpc.max_connection_age_ms", int(seconds * 1000)),
+        ("grpc.max_connection_age_grace_ms", int(grace * 1000)),
     ]
 
 

@@ -7,7 +7,7 @@ import faulthandler
 import logging
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+# Health under this name answers SERVING for as long as the event loop turns: also while a service loads, is unattached
+# or drains, none of which a restart would mend.
+LIVENESS = "liveness"
 
 
 class ServiceFrame:
@@ -48,11 +51,13 @@ class ServiceFrame:
         self,
         register: Callable[[grpc.aio.Server], None],
         max_receive_bytes: int = SERVICE_MESSAGE_BYTES,
+        options: Sequence[tuple[str, int]] = (),
     ) -> None:
         """Binds both ports and answers health with NOT_SERVING. Raises OSError naming the address it cannot bind."""
         # The health servicer would start as SERVING.
         await self.set_serving(False)
-        self._server = grpc.aio.server(options=server_options(max_receive_bytes))
+        await self._health.set(LIVENESS, SERVING)
+        self._server = grpc.aio.server(options=[*server_options(max_receive_bytes), *options])
         register(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((self.service, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)

@@ -10,7 +10,7 @@ import pytest
 from grpc._cython import cygrpc
 
 from outrider import channels
-from outrider.server import ServiceFrame
+from outrider.server import LIVENESS, ServiceFrame
 
 SERVICE = "outrider.v1.GatewayService"
 SCRIPT = f"""
@@ -61,6 +61,7 @@ async def test_health_is_not_serving_before_it_is_told_so():
     async with channels.connect(frame.address) as channel:
         assert not await channels.is_serving(channel, "")
         assert not await channels.is_serving(channel, SERVICE)
+        assert await channels.is_serving(channel, LIVENESS)
         watch = channels.watch_serving(channel, SERVICE)
         assert await anext(watch) is False
         await frame.set_serving(True)
@@ -89,6 +90,6 @@ async def test_a_taken_port_is_an_error_that_names_it():
 def test_every_option_key_is_one_that_grpc_knows():
     # grpc ignores a misspelt key in silence; the keys are strings inside its binary.
     binary = Path(cygrpc.__file__).read_bytes()
-    for key, _ in channels.channel_options() + channels.server_options():
+    for key, _ in channels.channel_options() + channels.server_options() + channels.connection_age(1, 1):
         assert key.encode() in binary, key
     assert grpc.__version__ >= "1.78"
