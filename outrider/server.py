@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
 from outrider.channels import SERVICE_MESSAGE_BYTES, server_options
+from outrider.grpc_metrics import CountCalls
 from outrider.metrics import MetricsServer, new_registry, split_address
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,10 @@ class ServiceFrame:
         # The health servicer would start as SERVING.
         await self.set_serving(False)
         await self._health.set(LIVENESS, SERVING)
-        self._server = grpc.aio.server(options=[*server_options(max_receive_bytes), *options])
+        self._server = grpc.aio.server(
+            interceptors=[CountCalls(self.registry, self.service)],
+            options=[*server_options(max_receive_bytes), *options],
+        )
         register(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((self.service, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
