@@ -21,6 +21,7 @@ DISCARD_REASONS = ("late", "stale", "cut", "invalid", "lost")
 FALLBACK_REASONS = ("draft_unavailable", "draft_starting", "draft_late", "draft_lost", "draft_empty")
 STAGES = ("queue", "verify", "draft", "transport", "gateway")
 FINISHED_REASONS = ("stop", "length", "abort", "error")
+NO_DRAFT = "none"  # as draft_model
 RECOVERY_REASONS = ("LOST", "PREEMPTED", "QUEUE_FULL", "DRAINING")
 
 _MODEL = ["model_name"]
@@ -81,6 +82,12 @@ class GatewayMetrics:
         )
         self.round_duration = histogram(
             "round_duration_seconds", "Where a step's time went.", [*_MODEL, "stage"], STEP_BUCKETS
+        )
+        self.decode_step = histogram(
+            "decode_step_seconds",
+            "A decoding step as the gateway sees it, by the draft whose chain it verified; none: without a chain.",
+            _DRAFT,
+            STEP_BUCKETS,
         )
         self.recoveries = counter("request_recoveries", "Sequences that their target lost.", [*_MODEL, "reason"])
         self.requests_running = gauge("num_requests_running", "Requests that a target works on.", _MODEL)
@@ -154,6 +161,7 @@ class ModelMetrics:
         self._recoveries = {reason: families.recoveries.labels(name, reason) for reason in RECOVERY_REASONS}
         self._finished = {reason: families.request_success.labels(name, reason) for reason in FINISHED_REASONS}
         self._stages = {stage: families.round_duration.labels(name, stage) for stage in STAGES}
+        self._plain_step = families.decode_step.labels(name, NO_DRAFT)
         self._kv_cache_usage = families.kv_cache_usage.labels(name)
         self.prompt_tokens = families.prompt_tokens.labels(name)
         self.generation_tokens = families.generation_tokens.labels(name)
@@ -207,6 +215,10 @@ class ModelMetrics:
         stages["draft"].observe(chain.compute)
         stages["transport"].observe(on_the_way)
         stages["gateway"].observe(times.working + max(0.0, times.waiting - chain.waited))
+        if chain.token_ids and chain.metrics is not None:
+            chain.metrics.step_time.observe(sum(times))
+        else:  # what it waited for a draft is no part of a step as it would be without any
+            self._plain_step.observe(times.verifying + times.working)
 
 
 class SpeculationMetrics:
@@ -217,6 +229,7 @@ class SpeculationMetrics:
         self._num_drafts = families.num_drafts.labels(model, draft)
         self._num_draft_tokens = families.num_draft_tokens.labels(model, draft)
         self._num_accepted_tokens = families.num_accepted_tokens.labels(model, draft)
+        self.step_time = families.decode_step.labels(model, draft)
         places = range(max_draft_tokens)
         self._accepted = [families.accepted_per_position.labels(model, draft, str(place)) for place in places]
         self._drafted = [families.drafted_per_position.labels(model, draft, str(place)) for place in places]

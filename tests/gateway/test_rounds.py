@@ -154,6 +154,16 @@ async def test_metrics_count_what_usage_counts(cluster: Cluster) -> None:
     for stem, total in (("num_accepted_tokens", "accepted"), ("num_draft_tokens", "drafted")):
         per_position = cluster.gateway.metric(f"outrider_spec_decode_{stem}_per_pos_total")
         assert per_position == after[total]
+    steps = {
+        draft: cluster.gateway.metric("outrider_decode_step_seconds_count", draft_model=draft)
+        for draft in ("scripted-draft", "none")
+    }
+    assert steps["scripted-draft"] == after["rounds"]
+    async with Client(cluster.gateway.address) as client:
+        answer = await client.generate(k=0, max_new_tokens=20)
+    assert cluster.gateway.metric("outrider_decode_step_seconds_count", draft_model="none") == (
+        steps["none"] + answer.usage.completion_tokens - 1  # the first token is the prefill's
+    )
 
 
 async def test_series_are_at_zero_before_any_request_and_the_longest_sequence_ends_it() -> None:
