@@ -7,18 +7,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from draft_service.families import FLAT, SPECULATORS
+from draft_service.families import FLAT, SPECULATORS, count_layers
 from draft_service.faults import Faults
 from draft_service.reader import LAYER_IDS, Reader
+from draft_service.rope import ROPE_KEYS, check_rope, summarise
 from draft_service.windows import layer_windows
-from kernels.rope import rotary_frequencies
 
 log = logging.getLogger(__name__)
 
-# Keys of a flat config that say how its rotary embedding turns.
-_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "max_position_embeddings")
+# Drafts in the field have up to a handful of layers; beyond this a config is damaged.
+_DEEPEST = 128
 _READ_EAGLE_KEYS = {
     LAYER_IDS,
     "use_aux_hidden_state",
@@ -88,12 +86,7 @@ class DraftDescription:
     @property
     def rope_summary(self) -> str:
         """Type, theta and factor of the rotary embedding, for logs."""
-        scaling = self.rope.get("rope_parameters") or self.rope.get("rope_scaling") or {}
-        kind = scaling.get("rope_type") or scaling.get("type") or "default"
-        nested = scaling.get("rope_theta")
-        theta = (self.rope.get("rope_parameters") and nested) or self.rope.get("rope_theta") or nested or 10000.0
-        factor = f" factor {scaling['factor']:g}" if scaling.get("factor") else ""
-        return f"{kind} theta {theta:g}{factor}"
+        return summarise(self.rope)
 
 
 def describe(
@@ -111,7 +104,9 @@ def describe(
     layer_ids = read.layer_ids()
     _check_layer_kind(config, read, depth, faults)
     _warn_of_unread(read.nested)
-    if not (hidden and heads and vocab and intermediate and kv_heads and eps):
+    if tensor_names and depth > (found := count_layers(tensor_names)):
+        faults.add(f"num_hidden_layers: {depth}, but the file has tensors of {found}")
+    if not (hidden and heads and vocab and intermediate and kv_heads and eps) or depth > _DEEPEST:
         return None
     head_dim = read.size("head_dim", hidden // heads) or 0
     num_states = read.size("num_aux_hidden_states", len(layer_ids) if layer_ids else 3) or 0
@@ -143,13 +138,13 @@ def describe(
         mlp_bias=read.flag("mlp_bias"),
         fc_bias=False if family == SPECULATORS else read.optional_flag("bias"),
         logit_scale=read.number("logit_scale", 1.0) or 1.0,
-        rope={key: config[key] for key in _ROPE_KEYS if config.get(key) is not None} | {"head_dim": head_dim},
+        rope={key: config[key] for key in ROPE_KEYS if config.get(key) is not None} | {"head_dim": head_dim},
         max_position_embeddings=read.size("max_position_embeddings", optional=True),
         windows=layer_windows(read, depth, faults),
     )
     _check_sizes(description, config, faults)
     _check_flags(description, config, faults)
-    _check_rope(description.rope, faults)
+    check_rope(read, description.rope, faults)
     return description
 
 
@@ -162,12 +157,14 @@ def _has_qk_norm(config: Mapping[str, Any], family: str, tensor_names: Collectio
 
 def _check_layer_kind(config: Mapping[str, Any], read: Reader, depth: int, faults: Faults) -> None:
     """Faults for layers that are not those of Llama or Qwen3, and for a tied head."""
-    if config.get("hidden_act", "silu") != "silu":
-        faults.add(f"hidden_act: expected 'silu', found {config['hidden_act']!r}")
-    if config.get("tie_word_embeddings"):
+    for key, known in (("hidden_act", ("silu",)), ("model_type", ("llama", "qwen3"))):
+        value = config.get(key)
+        if value is not None and value not in known:
+            faults.add(f"{key}: expected {' or '.join(map(repr, known))}, found {value!r:.60}")
+    if read.flag("tie_word_embeddings"):
         faults.add("tie_word_embeddings true: not supported, the draft's head is its own or the target's")
-    if read.nested.get("next_layer_regular") is False and depth > 1:
-        faults.add("eagle_config.next_layer_regular false: not supported, later layers take hidden_size")
+    if depth > 1 and read.optional_flag("next_layer_regular", "next_layer_regular") is False:
+        faults.add("next_layer_regular false: not supported, later layers take hidden_size")
 
 
 def _check_sizes(draft: DraftDescription, config: Mapping[str, Any], faults: Faults) -> None:
@@ -198,19 +195,10 @@ def _check_flags(draft: DraftDescription, config: Mapping[str, Any], faults: Fau
     for name in ("fc_norm", "norm_before_fc"):
         if getattr(draft, name) and not draft.use_aux:
             faults.add(f"{name} true and use_aux_hidden_state false contradict each other: without aux there is no fc")
+    if draft.fc_bias and not draft.use_aux:
+        faults.add("bias true and use_aux_hidden_state false contradict each other: without aux there is no fc")
     if draft.mlp_bias and config.get("model_type") == "qwen3":
         faults.add("mlp_bias true and model_type 'qwen3' contradict each other: its layers have none")
-
-
-def _check_rope(rope: Mapping[str, Any], faults: Faults) -> None:
-    try:
-        frequencies, _ = rotary_frequencies(rope)
-        if not torch.isfinite(frequencies).all():
-            faults.add(f"rope: frequencies are not finite: {rope}")
-    except KeyError as error:
-        faults.add(f"rope: expected {error} in the config, found none")
-    except (ValueError, TypeError, ZeroDivisionError) as error:
-        faults.add(f"rope: {error}")
 
 
 def _warn_of_unread(nested: Mapping[str, Any]) -> None:

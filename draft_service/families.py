@@ -90,11 +90,19 @@ def layout_of(family: str, stored_names: Collection[str]) -> str:
     return "flat (A: midlayer)" if any(name.startswith("midlayer.") for name in names) else "flat (A': layers.N)"
 
 
+def count_layers(tensor_names: Collection[str]) -> int:
+    """How many layers the tensors, by canonical name, are of."""
+    numbers = (re.match(r"layers\.(\d+)\.", name) for name in tensor_names)
+    return max((int(match[1]) + 1 for match in numbers if match), default=1)
+
+
 def _family(config: Mapping[str, Any], refused: Faults) -> str:
     """Speculators where any of its keys is there; another of its algorithms is refused."""
-    if "speculators_model_type" not in config and "speculators_config" not in config:
+    if config.get("speculators_model_type") is None and config.get("speculators_config") is None:
         return FLAT
     nested = config.get("speculators_config")
+    if not isinstance(nested, Mapping | None):
+        refused.add(f"speculators_config: expected an object, found {nested!r:.60}")
     stated = {
         "speculators_model_type": config.get("speculators_model_type"),
         "speculators_config.algorithm": nested.get("algorithm") if isinstance(nested, Mapping) else None,
@@ -125,8 +133,8 @@ def _refuse_nested(eagle_config: Mapping[str, Any], refused: Faults) -> None:
             refused.add(f"eagle_config.{key} false: {meaning}, which is not supported")
     for key in ("parallel_draft_step", "parallel_draft_heads_num_layers"):
         number = eagle_config.get(key)
-        if isinstance(number, int) and number > 1:
-            refused.add(f"eagle_config.{key} {number}: a sign of parallel draft heads")
+        if number is not None and not (isinstance(number, int) and number <= 1):
+            refused.add(f"eagle_config.{key} {number!r:.60}: a sign of parallel draft heads")
 
 
 def _refuse_architecture(
@@ -138,11 +146,13 @@ def _refuse_architecture(
     known = _ARCHITECTURES[family]
     if architecture in known:
         return
-    if architecture in _FOREIGN_ARCHITECTURES:
+    if isinstance(architecture, str) and architecture in _FOREIGN_ARCHITECTURES:
         refused.add(f"architectures {architecture!r}: {_FOREIGN_ARCHITECTURES[architecture]}")
         return
     hint = ""
     if family == FLAT and "fc.weight" in tensor_names:
         is_eagle_3 = "layers.0.hidden_norm.weight" in tensor_names
         hint = f"; its tensors are those of {'an EAGLE-3' if is_eagle_3 else 'an EAGLE-1'} draft"
-    refused.add(f"architectures: expected {' or '.join(known)}, found {architecture!r}{hint}")
+    if family == SPECULATORS:
+        hint = "; speculators_model_type or speculators_config says that it is of that library"
+    refused.add(f"architectures: expected {' or '.join(known)}, found {architecture!r:.60}{hint}")

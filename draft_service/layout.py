@@ -10,6 +10,7 @@ import torch
 
 from draft_service.description import DraftDescription
 from draft_service.faults import Faults
+from draft_service.reader import LAYER_IDS
 from outrider.checkpoint import TensorInfo
 
 EMBED, HEAD, D2T, T2D = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
@@ -75,7 +76,7 @@ def expected_tensors(draft: DraftDescription) -> dict[str, Expected]:
 
 def _expected_fc(draft: DraftDescription) -> dict[str, Expected]:
     """What brings the captured states to the draft's width: fc and the norms in front of it."""
-    ids = f", layer ids {list(draft.layer_ids)}" if draft.layer_ids else ""
+    ids = f", {LAYER_IDS} {list(draft.layer_ids)}" if draft.layer_ids else ""
     aux = f"{draft.num_aux} hidden states of target_hidden_size {draft.target_hidden_size}{ids}"
     table = {"fc.weight": Expected((draft.hidden_size, draft.input_width), aux)}
     if draft.fc_bias is not False:

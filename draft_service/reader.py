@@ -8,16 +8,17 @@ from typing import Any
 from draft_service.faults import Faults
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+_LARGEST = 2**31 - 1
 
 
 class Reader:
     """A flat config and its `eagle_config`. Keys that stand in both may not contradict each other."""
 
     def __init__(self, config: Mapping[str, Any], faults: Faults) -> None:
-        nested = config.get("eagle_config") or {}
-        if not isinstance(nested, Mapping):
+        nested = config.get("eagle_config")
+        if not isinstance(nested, Mapping | None):
             faults.add(f"eagle_config: expected an object, found {nested!r:.60}")
-            nested = {}
+        nested = nested if isinstance(nested, Mapping) else {}
         self.config, self.nested, self.faults = config, nested, faults
 
     def size(self, key: str, default: int | None = None, *, optional: bool = False) -> int | None:
@@ -27,8 +28,8 @@ class Reader:
             if default is None and not optional:
                 self.faults.add(f"{key}: missing from config.json")
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            self.faults.add(f"{key}: expected a positive integer, found {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
+            self.faults.add(f"{key}: expected a positive integer of 31 bits, found {value!r:.60}")
             return default
         return value
 
@@ -39,8 +40,8 @@ class Reader:
             if default is None:
                 self.faults.add(f"{key}: missing from config.json")
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            self.faults.add(f"{key}: expected a positive number, found {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _LARGEST:
+            self.faults.add(f"{key}: expected a positive number, found {value!r:.60}")
             return default
         return float(value)
 
@@ -56,7 +57,7 @@ class Reader:
         found = {name: value for name, value in found.items() if value is not None}
         for name, value in found.items():
             if not isinstance(value, bool):
-                self.faults.add(f"{name}: expected true or false, found {value!r}")
+                self.faults.add(f"{name}: expected true or false, found {value!r:.60}")
         if len(set(map(bool, found.values()))) > 1:
             self.faults.add(" and ".join(f"{name} {value}" for name, value in found.items()) + " contradict each other")
         return any(found.values()) if found else None
@@ -66,10 +67,10 @@ class Reader:
         nested, top = self.nested.get(LAYER_IDS), self.config.get(LAYER_IDS)
         if nested and top and nested != top:
             self.faults.add(f"eagle_config.{LAYER_IDS} {nested} and {LAYER_IDS} {top} contradict each other")
-        ids = nested or top
-        if not ids:
+        ids = nested or (nested if top is None else top)
+        if ids is None:
             return None
         if not isinstance(ids, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-            self.faults.add(f"{LAYER_IDS}: expected a list of integers, found {ids!r}")
+            self.faults.add(f"{LAYER_IDS}: expected a list of integers, found {ids!r:.60}")
             return None
-        return tuple(sorted(ids))
+        return tuple(sorted(ids)) or None

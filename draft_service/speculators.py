@@ -6,10 +6,10 @@ Its `transformer_layer_config` leaves out what equals transformers' defaults for
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from draft_service.families import count_layers
 from draft_service.faults import Faults
 from draft_service.windows import FULL, SLIDING
 
@@ -43,9 +43,23 @@ LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
         "max_window_layers": 28,
     },
 }
+# What a layer's config may say beside these; the rest of it is the target's and changes nothing.
+_LAYER_KEYS = {key for defaults in LAYER_DEFAULTS.values() for key in defaults} | {
+    "model_type",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "head_dim",
+    "layer_types",
+    "sliding_window",
+    "use_sliding_window",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+}
 # The library's own default, unlike transformers'.
 _DRAFT_VOCAB_SIZE = 32000
-# What the top level says of the draft.
+# What the top level says of the draft. A tied head there is the draft's; in the layer's config it is the target's.
 _TOP_LEVEL = (
     "architectures",
     "target_hidden_size",
@@ -56,7 +70,10 @@ _TOP_LEVEL = (
     "norm_output",
     "eagle_aux_hidden_state_layer_ids",
     "logit_scale",
+    "tie_word_embeddings",
 )
+# These may differ: they are of the draft as a whole in one place and of the target, or its layer, in the other.
+_OF_BOTH = {"architectures", "model_type", "tie_word_embeddings"}
 
 
 def as_flat(config: Mapping[str, Any], tensor_names: Collection[str], faults: Faults) -> dict[str, Any]:
@@ -66,20 +83,24 @@ def as_flat(config: Mapping[str, Any], tensor_names: Collection[str], faults: Fa
         faults.add(f"transformer_layer_config: expected an object, found {layer!r:.60}")
         return {}
     kind = layer.get("model_type")
-    if kind not in LAYER_DEFAULTS:
+    if not isinstance(kind, str) or kind not in LAYER_DEFAULTS:
         expected = " or ".join(LAYER_DEFAULTS)
         faults.add(f"transformer_layer_config.model_type: expected {expected}, found {kind!r}")
         return {}
-    flat = LAYER_DEFAULTS[kind] | {key: value for key, value in layer.items() if value is not None}
+    for key in sorted(_LAYER_KEYS.union(_TOP_LEVEL) - _OF_BOTH):
+        if None not in (config.get(key), layer.get(key)) and config[key] != layer[key]:
+            faults.add(
+                f"{key} {config[key]!r:.60} and transformer_layer_config.{key} {layer[key]!r:.60} contradict each other"
+            )
+    stated = {key: layer[key] for key in _LAYER_KEYS if layer.get(key) is not None}
+    flat = LAYER_DEFAULTS[kind] | stated
     flat.setdefault("num_key_value_heads", flat["num_attention_heads"])
-    flat.setdefault("num_hidden_layers", _count_layers(tensor_names))
+    flat.setdefault("num_hidden_layers", count_layers(tensor_names))
     flat |= {key: config[key] for key in _TOP_LEVEL if config.get(key) is not None}
     flat["draft_vocab_size"] = config.get("draft_vocab_size", _DRAFT_VOCAB_SIZE)
     if config.get("norm_before_residual") is None:
         log.warning("norm_before_residual: missing; taken as true, as vLLM takes it for this layout")
         flat["norm_before_residual"] = True
-    # The target's own, copied along: the draft's head stands beside its embedding.
-    flat |= {"tie_word_embeddings": config.get("tie_word_embeddings", False)}
     _settle_windows(flat)
     return flat
 
@@ -96,8 +117,3 @@ def _settle_windows(flat: dict[str, Any]) -> None:
         flat["layer_types"] = [FULL] * first + [SLIDING] * (depth - first)
     else:
         flat.pop("sliding_window", None)
-
-
-def _count_layers(tensor_names: Collection[str]) -> int:
-    numbers = (re.match(r"layers\.(\d+)\.", name) for name in tensor_names)
-    return max((int(match[1]) + 1 for match in numbers if match), default=1)

@@ -21,7 +21,7 @@ def layer_windows(read: Reader, depth: int, faults: Faults) -> tuple[int | None,
         if in_use and not size:
             faults.add("sliding_window: missing, and use_sliding_window is true")
         return (size,) * depth
-    if not isinstance(kinds, list) or set(kinds) - {FULL, SLIDING}:
+    if not isinstance(kinds, list) or any(kind not in (FULL, SLIDING) for kind in kinds):
         faults.add(f"layer_types: expected a list of {FULL} and {SLIDING}, found {kinds!r:.80}")
         return (None,) * depth
     if SLIDING not in kinds:

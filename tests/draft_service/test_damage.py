@@ -1,5 +1,6 @@
 """Whatever is done to a tensor or a key of a draft is refused by name, or is a case where proposals stay the same."""
 
+import contextlib
 import json
 
 import pytest
@@ -8,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from draft_service.check import resolve
 from draft_service.layout import canonical_name
+from outrider.checkpoint import CheckpointError
 from tests.draft_service.compare import chain_and_logits
 from tests.draft_service.damage import assert_fault, edit_config, faults_of
 from tests.draft_service.drivers import load_proposer, random_rows
@@ -188,7 +190,7 @@ CONTRADICTIONS = [
     ("A", "norm_before_residual", "no", "norm_before_residual: expected true or false"),
     ("A", "rope_scaling", {"rope_type": "dynamic", "factor": 2.0}, "rope_type: expected"),
     ("A", "rope_scaling", {"rope_type": "llama3", "factor": 2.0}, "original_max_position_embeddings"),
-    ("A", "rope_scaling", {"rope_type": "yarn", "factor": "two"}, "rope: "),
+    ("A", "rope_scaling", {"rope_type": "yarn", "factor": "two"}, "rope_scaling"),
     ("A", "partial_rotary_factor", 0.5, "partial_rotary_factor: expected 1"),
     ("A", "sliding_window", 16, "sliding_window 16: expected use_sliding_window or layer_types"),
     ("A", "use_sliding_window", True, "sliding_window: missing"),
@@ -198,16 +200,63 @@ CONTRADICTIONS = [
     ("A", "eagle_config", {"norm_output": True, "return_hidden_post_norm": False}, "contradict"),
     ("A''", "eagle_config", {"next_layer_regular": False}, "next_layer_regular false"),
     ("A", "eagle_config", [1], "eagle_config: expected an object"),
+    ("A", "eagle_config", {"parallel_draft_step": "two"}, "parallel_draft_step 'two': a sign of parallel draft heads"),
+    ("A", "model_type", "gemma", "model_type: expected 'llama' or 'qwen3', found 'gemma'"),
+    ("no aux", "bias", True, "bias true and use_aux_hidden_state false contradict"),
+    ("A", "rope_scaling", {"factor": 8.0}, "rope_scaling: expected a rope_type, found only ['factor']"),
+    (
+        "A",
+        "rope_scaling",
+        {"type": "linear", "rope_type": "yarn", "factor": 2.0},
+        "'yarn' and type 'linear' contradict",
+    ),
+    ("A", "rope_parameters", [1], "rope_parameters: expected an object"),
+    ("A", "rope_theta", "x", "rope_theta: expected a positive number"),
+    ("A", "num_hidden_layers", 10**9, "num_hidden_layers: 1000000000, but the file has tensors of 1"),
+    ("A", "head_dim", 10**30, "head_dim: expected a positive integer of 31 bits"),
+    ("B, Llama", "norm_before_fc", False, "norm_before_fc True and transformer_layer_config.norm_before_fc False"),
+    ("B, Llama", "speculators_config", "x", "speculators_config: expected an object"),
 ]
+TOP_LEVEL = ("architectures", "eagle_aux_hidden_state_layer_ids", "speculators_config")
 
 
 @pytest.mark.parametrize(("name", "key", "value", "part"), CONTRADICTIONS, ids=lambda value: str(value)[:40])
 def test_a_contradicted_key_is_named(tmp_path, target, name, key, value, part):
     directory = write_tiny_draft(tmp_path, embed=True, **DRAFTS[name])
-    config = json.loads((directory / "config.json").read_text())
-    layer = config.get("transformer_layer_config")
-    if layer is None or key in ("architectures", "eagle_aux_hidden_state_layer_ids"):
+    layer = json.loads((directory / "config.json").read_text()).get("transformer_layer_config")
+    if layer is None or key in TOP_LEVEL:
         edit_config(directory, **{key: value})
     else:
         edit_config(directory, transformer_layer_config={**layer, key: value})
     assert_fault(faults_of(directory, target), part)
+
+
+def test_two_places_of_one_key_may_not_differ(tmp_path, target):
+    directory = write_tiny_draft(tmp_path, layout="B", embed=True)
+    for key, value in (("hidden_size", 128), ("rope_theta", 5.0), ("attention_bias", True)):
+        layer = json.loads((directory / "config.json").read_text())["transformer_layer_config"]
+        edit_config(
+            directory, transformer_layer_config={"hidden_size": 64, **layer, "rope_theta": 1e4, "attention_bias": False}
+        )
+        edit_config(directory, **{key: value})
+        assert_fault(faults_of(directory, target), f"{key} {value!r} and transformer_layer_config.{key}", "contradict")
+        edit_config(directory, **{key: None})
+
+
+ODD = ("x", -1, 0, 2.5, True, [], [1], {}, {"a": 1}, 10**30)
+
+
+def test_no_value_of_any_key_crashes(tmp_path, target, draft):
+    directory, tensors = draft
+    with_tensors(directory, tmp_path, tensors)
+    config = json.loads((directory / "config.json").read_text())
+    places = [(), *(place for place in (("eagle_config",), ("transformer_layer_config",)) if place[0] in config)]
+    others = ("rope_scaling", "rope_parameters", "layer_types", "sliding_window", "speculators_config", "bias")
+    for place in places:
+        inside = config[place[0]] if place else config
+        for key in (*inside, *others):
+            for value in ODD:
+                changed = {**inside, key: value}
+                (tmp_path / "config.json").write_text(json.dumps({**config, place[0]: changed} if place else changed))
+                with contextlib.suppress(CheckpointError):
+                    resolve(tmp_path, target)

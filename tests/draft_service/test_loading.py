@@ -52,7 +52,9 @@ def test_every_fault_is_listed_at_once_and_the_exit_code_is_one(tmp_path, target
     assert_fault(lines, "k_proj.weight", "bfloat16 or float16 or float32", "int64")
     assert_fault(lines, "something.else in model.safetensors: unexpected")
     assert_fault(lines, "input_norm.weight in model.safetensors: unexpected (norm_before_fc is false)")
-    assert_fault(lines, "fc.weight", "2 hidden states", "layer ids [0, 9]", "[64, 128]", "[64, 192]")
+    assert_fault(
+        lines, "fc.weight", "2 hidden states", "eagle_aux_hidden_state_layer_ids [0, 9]", "[64, 128]", "[64, 192]"
+    )
     assert_fault(lines, "aux boundaries [0, 9]", "expected 0..4")
     assert_fault(lines, "vocab_size", "400", "320")
 
