@@ -14,7 +14,7 @@ from gateway.debug import table
 from gateway.gateway import Gateway
 from gateway.metrics import GatewayMetrics
 from gateway.metrics_alias import VllmNames
-from gateway.pairs import Fleet
+from gateway.fleet import Fleet
 from gateway.service import GatewayServicer
 from gateway.validation import Defaults
 from outrider import event_loop

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from gateway.gateway import Gateway
-from gateway.pairs import Fleet
+from gateway.fleet import Fleet
 
 
 def table(gateway: Gateway, fleet: Fleet) -> str:
@@ -14,8 +14,10 @@ def table(gateway: Gateway, fleet: Fleet) -> str:
     for target in fleet.targets:
         lines.append(f"target {target.address} {target.problem or 'available'} sequences={target.num_sequences}")
         for draft in target.drafts:
-            count = len(draft.session.sequences) if draft.session else 0
-            lines.append(f"  draft {draft.address} {draft.problem or 'available'} sequences={count}")
+            lines.append(
+                f"  draft {draft.address} {draft.problem or 'available'} sequences={draft.num_sequences} "
+                f"weight={draft.percent:g}% model={draft.info.model or 'unknown'}"
+            )
     now = time.monotonic()
     for request in sorted(gateway.requests, key=lambda request: request.origin.arrival):
         lines.append(

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from gateway.draft_session import Chain, DraftSequence
+from gateway.metrics import SpeculationMetrics
 from gateway.pairs import Draft, Target
 from gateway.request import Request
 from outrider.v1 import common_pb2, draft_pb2, target_pb2
@@ -25,7 +26,8 @@ class Drafting:
         self._draft: Draft | None = None
         self._sequence: DraftSequence | None = None
         self._announced: DraftSequence | None = None  # for which the target emits hidden states
-        self._retry_at = 0.0
+        self._counted: SpeculationMetrics | None = None  # of the draft that the request was counted for last
+        self._refused: dict[Draft, float] = {}  # drafts that refused a sequence, and until when they are let be
 
     @property
     def draft(self) -> Draft | None:
@@ -96,24 +98,33 @@ class Drafting:
             if self._draft is not None and not self._draft.serving:
                 self.close()  # it drains
             elif not self._sequence.open:
-                if self._sequence.failed:
-                    self._retry_at = asyncio.get_running_loop().time() + _RETRY_SECONDS
+                if self._sequence.failed and self._draft is not None:
+                    self._refused[self._draft] = asyncio.get_running_loop().time() + _RETRY_SECONDS
                 self._sequence = None
         if self._limit == 0 or self._sequence is not None or self._target is None:
             return
-        if self._retry_at and asyncio.get_running_loop().time() < self._retry_at:
-            return
-        draft = self._target.choose_draft(self._request.admitted.draft_model, len(self._request.tokens))
+        draft = self._target.choose_draft(
+            self._request.admitted.draft_model, len(self._request.tokens), avoid=self._let_be()
+        )
         if draft is None:
             return
         assert draft.session is not None
-        self._draft = draft
+        if draft.metrics is not self._counted:
+            draft.metrics.requests.inc()
+        self._draft, self._counted = draft, draft.metrics
         command = draft_pb2.DraftCommand.OpenDraft(
             sampling=self._request.admitted.sampling,
             request_id=self._request.origin.request_id,
             traceparent=self._request.origin.traceparent,
         )
         self._sequence = draft.session.open(command)
+
+    def _let_be(self) -> list[Draft]:
+        """Drafts that are not asked again yet."""
+        if not self._refused:
+            return []
+        now = asyncio.get_running_loop().time()
+        return [draft for draft, until in self._refused.items() if until > now]
 
     def _aux(self, first_position: int) -> AuxRequest:
         assert self._draft is not None and self._target is not None
@@ -146,7 +157,10 @@ class Drafting:
             chain.token_ids = token_ids[:valid]
 
     def _without(self, reason: str, chain: Chain = NO_CHAIN) -> Chain:
-        self._request.metrics.fallback(reason)
+        if self._draft is not None:
+            self._draft.metrics.fallback(reason)
+        else:
+            self._request.metrics.draft_unavailable()
         return chain
 
 

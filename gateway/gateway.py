@@ -8,7 +8,8 @@ import time
 
 from gateway.metrics import GatewayMetrics
 from gateway.outlet import Outlet
-from gateway.pairs import Fleet, Target
+from gateway.fleet import Fleet
+from gateway.pairs import Target
 from gateway.request import LENGTH, Origin, Request
 from gateway.round import generate
 from gateway.validation import Defaults, admit
@@ -76,6 +77,14 @@ class Gateway:
                 model=name,
                 drafts=dict.fromkeys(d.info.model for target in targets for d in target.drafts if d.available),
                 max_sequence_length=min(target.info.max_sequence_length for target in targets),
+                draft_shares=[
+                    gateway_pb2.ListModelsResponse.DraftShare(
+                        draft_model=draft.info.model, percent=draft.percent, available=draft.available
+                    )
+                    for target in targets
+                    for draft in target.drafts
+                    if draft.info.model
+                ],
             )
             for name, targets in self._fleet.known_models().items()
         ]

@@ -5,13 +5,12 @@ A *round* is a verification that carried a chain of at least one token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
-from prometheus_client.registry import Collector
 
 from gateway.draft_session import Chain
 from outrider.metrics import PREFIX, STEP_BUCKETS
@@ -78,10 +77,15 @@ class GatewayMetrics:
             "spec_decode_num_discarded_tokens", "Draft tokens that were never verified.", [*_DRAFT, "reason"]
         )
         self.fallbacks = counter(
-            "spec_decode_fallback", "Steps without a chain although the request wanted one.", [*_MODEL, "reason"]
+            "spec_decode_fallback",
+            "Steps without a chain although one was wanted, by the draft last used.",
+            [*_DRAFT, "reason"],
         )
         self.round_duration = histogram(
-            "round_duration_seconds", "Where a step's time went.", [*_MODEL, "stage"], STEP_BUCKETS
+            "round_duration_seconds",
+            "Where a step's time went, by the draft of its chain.",
+            [*_DRAFT, "stage"],
+            STEP_BUCKETS,
         )
         self.decode_step = histogram(
             "decode_step_seconds",
@@ -89,6 +93,7 @@ class GatewayMetrics:
             _DRAFT,
             STEP_BUCKETS,
         )
+        self.draft_requests = counter("draft_requests", "Requests that a draft began to propose for.", _DRAFT)
         self.recoveries = counter("request_recoveries", "Sequences that their target lost.", [*_MODEL, "reason"])
         self.requests_running = gauge("num_requests_running", "Requests that a target works on.", _MODEL)
         self.requests_waiting = gauge("num_requests_waiting", "Requests that wait for a target.", _MODEL)
@@ -106,14 +111,6 @@ class GatewayMetrics:
         self.queue_time = histogram("request_queue_time_seconds", "Waiting in a target's queue.", _MODEL, _REQUEST)
         self.request_prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens.", _MODEL, _TOKENS)
         self.request_generation_tokens = histogram("request_generation_tokens", "Tokens generated.", _MODEL, _TOKENS)
-        self.peer_available = gauge("peer_available", "Whether a service can be used.", ["kind", "address"])
-        self.refused: dict[tuple[str, str], Callable[[], str]] = {}
-        registry.register(RefusedPeers(self.refused))
-
-    def watch_peer(self, kind: str, address: str, is_available: Callable[[], bool], misfit: Callable[[], str]) -> None:
-        """The series of a service that the gateway depends on."""
-        self.peer_available.labels(kind, address).set_function(is_available)
-        self.refused[kind, address] = misfit
 
     def families(self) -> Iterator[tuple[str, Metric]]:
         """All families with their stems, as they stand now."""
@@ -129,27 +126,6 @@ class GatewayMetrics:
         return self._models[name]
 
 
-class RefusedPeers(Collector):
-    """1 for a service that does not fit, with what of it in the label `reason`; else 0, without a reason."""
-
-    def __init__(self, misfits: Mapping[tuple[str, str], Callable[[], str]]) -> None:
-        self._misfits = misfits
-
-    def describe(self) -> Iterator[Metric]:
-        """The family without samples."""
-        yield GaugeMetricFamily(PREFIX + "peer_refused", "Whether a service does not fit, and why.")
-
-    def collect(self) -> Iterator[Metric]:
-        """The family as it stands now."""
-        family = GaugeMetricFamily(
-            PREFIX + "peer_refused", "Whether a service does not fit, and why.", labels=["kind", "address", "reason"]
-        )
-        for (kind, address), misfit in self._misfits.items():
-            reason = misfit()
-            family.add_metric([kind, address, reason], float(bool(reason)))
-        yield family
-
-
 class ModelMetrics:
     """The children of one model, bound once: a round looks nothing up."""
 
@@ -157,10 +133,11 @@ class ModelMetrics:
         self.name = name
         self._families = families
         self._speculation: dict[str, SpeculationMetrics] = {}
-        self._fallbacks = {reason: families.fallbacks.labels(name, reason) for reason in FALLBACK_REASONS}
         self._recoveries = {reason: families.recoveries.labels(name, reason) for reason in RECOVERY_REASONS}
         self._finished = {reason: families.request_success.labels(name, reason) for reason in FINISHED_REASONS}
-        self._stages = {stage: families.round_duration.labels(name, stage) for stage in STAGES}
+        # Steps without a chain, and those for which no draft was ever there.
+        self._stages = {stage: families.round_duration.labels(name, NO_DRAFT, stage) for stage in STAGES}
+        self._draft_unavailable = families.fallbacks.labels(name, NO_DRAFT, "draft_unavailable")
         self._plain_step = families.decode_step.labels(name, NO_DRAFT)
         self._kv_cache_usage = families.kv_cache_usage.labels(name)
         self.prompt_tokens = families.prompt_tokens.labels(name)
@@ -184,9 +161,9 @@ class ModelMetrics:
             self._speculation[draft_model] = found
         return found
 
-    def fallback(self, reason: str) -> None:
-        """A step without a chain."""
-        self._fallbacks[reason].inc()
+    def draft_unavailable(self) -> None:
+        """A step without a chain of a request that has had no draft yet."""
+        self._draft_unavailable.inc()
 
     def recovery(self, reason: str) -> None:
         """A sequence that its target lost."""
@@ -209,7 +186,7 @@ class ModelMetrics:
         on_the_way = max(0.0, times.verifying - verify - target_queue)
         if chain.waited:
             on_the_way += max(0.0, chain.waited - chain.queue - chain.compute)
-        stages = self._stages
+        stages = self._stages if chain.metrics is None else chain.metrics.stages
         stages["queue"].observe(target_queue + chain.queue)
         stages["verify"].observe(verify)
         stages["draft"].observe(chain.compute)
@@ -234,6 +211,9 @@ class SpeculationMetrics:
         self._accepted = [families.accepted_per_position.labels(model, draft, str(place)) for place in places]
         self._drafted = [families.drafted_per_position.labels(model, draft, str(place)) for place in places]
         self._discarded = {reason: families.discarded.labels(model, draft, reason) for reason in DISCARD_REASONS}
+        self._fallbacks = {reason: families.fallbacks.labels(model, draft, reason) for reason in FALLBACK_REASONS}
+        self.stages = {stage: families.round_duration.labels(model, draft, stage) for stage in STAGES}
+        self.requests = families.draft_requests.labels(model, draft)
 
     def count_round(self, num_drafted: int, num_accepted: int) -> None:
         """A verification that was answered, and how many of its draft tokens were accepted and delivered."""
@@ -245,6 +225,10 @@ class SpeculationMetrics:
                 self._drafted[place].inc()
             for place in range(num_accepted):
                 self._accepted[place].inc()
+
+    def fallback(self, reason: str) -> None:
+        """A step without a chain."""
+        self._fallbacks[reason].inc()
 
     def discard(self, reason: str, num_tokens: int) -> None:
         """Draft tokens that will never be verified."""

@@ -1,14 +1,16 @@
-"""Targets with the drafts beside them: what each serves, whether they fit, and which one a request gets."""
+"""A target with the drafts beside it: what each serves, whether they fit, and which draft a request gets."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+import random
+from collections.abc import Callable, Collection
 
 from gateway.draft_session import DraftSession
 from gateway.fit import check_draft, check_target, common_transport
 from gateway.metrics import GatewayMetrics, ModelMetrics, SpeculationMetrics
+from gateway.pairing import DraftShare
 from gateway.peers import INFO_SECONDS, Peer
 from gateway.target_session import LOST, OpenSequence, SequenceLost, TargetSequence, TargetSession
 from gateway.tokenizer import ModelTokenizer
@@ -26,8 +28,9 @@ class Draft(Peer):
     kind = "draft"
     service = "outrider.v1.DraftService"
 
-    def __init__(self, address: str, target: Target, timeout: float | None, on_change: Callable[[], None]) -> None:
-        super().__init__(address, on_change)
+    def __init__(self, share: DraftShare, target: Target, timeout: float | None, on_change: Callable[[], None]) -> None:
+        super().__init__(share.address, on_change)
+        self.percent = share.percent  # of its target's requests
         self._target = target
         self._timeout = timeout
         self._stub = draft_pb2_grpc.DraftServiceStub(self.channel)
@@ -35,6 +38,11 @@ class Draft(Peer):
         self.session: DraftSession | None = None
         self._num_answers = 0
         self.metrics: SpeculationMetrics
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of this gateway on it."""
+        return len(self.session.sequences) if self.session else 0
 
     def transport(self, target: target_pb2.GetTargetInfoResponse) -> common_pb2.Transport:
         """How the target's rows reach it."""
@@ -102,20 +110,24 @@ class Target(Peer):
             raise SequenceLost(LOST, self.problem)
         return self.session.open(command)
 
-    def choose_draft(self, model: str, num_tokens: int) -> Draft | None:
-        """The least busy draft that can propose after `num_tokens`; of that name, where one is given."""
-        return min(
-            (
-                draft
-                for draft in self.drafts
-                if draft.available
-                and draft.session is not None
-                and (not model or draft.info.model == model)
-                and num_tokens < draft.info.max_sequence_length
-            ),
-            key=lambda draft: len(draft.session.sequences) if draft.session else 0,
-            default=None,
-        )
+    def choose_draft(self, model: str, num_tokens: int, avoid: Collection[Draft] = ()) -> Draft | None:
+        """A draft that can propose after `num_tokens`: of that name, where one is given, else drawn by weight.
+
+        The draw is among those that are there: the requests of one that failed move to the others.
+        """
+        able = [
+            draft
+            for draft in self.drafts
+            if draft.available
+            and draft.session is not None
+            and draft not in avoid
+            and num_tokens < draft.info.max_sequence_length
+        ]
+        if model:
+            named = (draft for draft in able if draft.info.model == model)
+            return min(named, key=lambda draft: draft.num_sequences, default=None)
+        able = [draft for draft in able if draft.percent]
+        return random.choices(able, [draft.percent for draft in able])[0] if able else None
 
     async def connect(self) -> None:
         """Learns what it serves, fetches the tokenizer once, and holds a session with it."""
@@ -139,88 +151,19 @@ class Target(Peer):
         if self.session is not None:
             self.session.close()
 
+    async def stop_all(self) -> None:
+        """Lets go of it and of its drafts."""
+        await asyncio.gather(*(peer.stop() for peer in (*self.drafts, self)))
+
     def _lost(self, reason: str) -> None:
         self.session = None
         self.doubt(f"the session broke: {reason}")
 
 
-def _serves_the_same(info: target_pb2.GetTargetInfoResponse, model: target_pb2.GetTargetInfoResponse) -> bool:
+def serves_the_same(info: target_pb2.GetTargetInfoResponse, model: target_pb2.GetTargetInfoResponse) -> bool:
     """Whether a sequence that began under `model` goes on there as if nothing had happened."""
     return (
         info.vocabulary_sha256 == model.vocabulary_sha256
         and info.weights_fingerprint == model.weights_fingerprint
         and info.max_sequence_length >= model.max_sequence_length
     )
-
-
-def watch_peer(peer: Peer, metrics: GatewayMetrics) -> None:
-    """Exports whether a service can be used, and why not."""
-    metrics.watch_peer(peer.kind, peer.address, lambda: peer.available, lambda: peer.misfit)
-
-
-class Fleet:
-    """All targets, by the model that they serve."""
-
-    def __init__(
-        self, pairs: Sequence[tuple[str, str | None]], metrics: GatewayMetrics, draft_timeout: float | None
-    ) -> None:
-        """`pairs` are addresses of a target and of a draft; a target named again has several drafts."""
-        self._changed = asyncio.Event()
-        self.on_change: Callable[[], None] = lambda: None
-        targets: dict[str, Target] = {}
-        for target_address, draft_address in pairs:
-            target = targets.get(target_address)
-            if target is None:
-                target = targets[target_address] = Target(target_address, metrics, self._change)
-            if draft_address is not None:
-                target.drafts.append(Draft(draft_address, target, draft_timeout, self._change))
-        self.targets = list(targets.values())
-        for peer in (*self.targets, *self.drafts):
-            watch_peer(peer, metrics)
-
-    @property
-    def drafts(self) -> list[Draft]:
-        """The drafts of all targets."""
-        return [draft for target in self.targets for draft in target.drafts]
-
-    def start(self) -> None:
-        """Begins to watch all services."""
-        for peer in (*self.targets, *self.drafts):
-            peer.start()
-
-    async def stop(self) -> None:
-        """Lets go of all services."""
-        await asyncio.gather(*(peer.stop() for peer in (*self.drafts, *self.targets)))
-
-    def changed(self) -> asyncio.Event:
-        """Set at the next change of any service."""
-        return self._changed
-
-    def available_targets(self, model: str = "") -> list[Target]:
-        """The targets that serve now, of one model or of all."""
-        return [target for target in self.targets if target.available and model in ("", target.info.model)]
-
-    def choose_target(self, model: target_pb2.GetTargetInfoResponse, avoid: Collection[Target] = ()) -> Target | None:
-        """The least busy target that can carry on what began on a target of this model."""
-        return min(
-            (
-                target
-                for target in self.available_targets(model.model)
-                if target not in avoid and _serves_the_same(target.info, model)
-            ),
-            key=lambda target: target.num_sequences,
-            default=None,
-        )
-
-    def known_models(self) -> dict[str, list[Target]]:
-        """Targets by model, also those that do not serve just now."""
-        models: dict[str, list[Target]] = {}
-        for target in self.targets:
-            if target.known.is_set():
-                models.setdefault(target.info.model, []).append(target)
-        return models
-
-    def _change(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-        self.on_change()

@@ -45,6 +45,13 @@ class Peer(ABC):
         self._task = asyncio.create_task(self._supervise())
         asyncio.get_running_loop().call_later(FIRST_TRY_SECONDS, self._give_up_first_try)
 
+    def retire(self) -> None:
+        """It is not chosen any more, as if it drained; what runs on it may end."""
+        if self._task is not None:
+            self._task.cancel()
+        self.available = self.serving = False
+        self.problem = "no pair names it any more"
+
     async def stop(self) -> None:
         """Lets go of it."""
         if self._task is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from gateway.pairs import Fleet, Target
+from gateway.fleet import Fleet
+from gateway.pairs import Target
 from gateway.request import Request
 from gateway.target_session import LOST, SequenceLost
 from outrider.errors import DRAINING, QUEUE_FULL, Internal, ResourceExhausted, Unavailable

@@ -6,7 +6,7 @@ Kubernetes injects <SERVICE>_PORT and <SERVICE>_SERVICE_HOST into every containe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,17 +19,25 @@ def _read_yaml(context: typer.Context, path: Path | None) -> Path | None:
     if path is None:
         return None
     try:
-        values = yaml.safe_load(path.read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise typer.BadParameter(f"{path}: {error}") from error
-    if not isinstance(values, dict):
-        raise typer.BadParameter(f"{path}: expected a mapping of options to values, found {type(values).__name__}")
-    known = {parameter.name for parameter in context.command.params}
-    named = {str(key).replace("-", "_"): value for key, value in values.items()}
-    if unknown := sorted(set(named) - known):
-        raise typer.BadParameter(f"{path}: unknown option {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        named = read_options(path, {parameter.name for parameter in context.command.params if parameter.name})
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     context.default_map = {**(context.default_map or {}), **named}
     return path
+
+
+def read_options(path: Path, known: Collection[str]) -> dict[str, Any]:
+    """The options in a YAML file by their names in Python. Raises ValueError, naming the file and what is wrong in it."""
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected a mapping of options to values, found {type(values).__name__}")
+    named = {str(key).replace("-", "_"): value for key, value in values.items()}
+    if unknown := sorted(set(named) - set(known)):
+        raise ValueError(f"{path}: unknown option {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+    return named
 
 
 ConfigFile = Annotated[

@@ -120,14 +120,25 @@ class ListModelsRequest(_message.Message):
 class ListModelsResponse(_message.Message):
     __slots__ = ("models",)
     class Model(_message.Message):
-        __slots__ = ("model", "drafts", "max_sequence_length")
+        __slots__ = ("model", "drafts", "max_sequence_length", "draft_shares")
         MODEL_FIELD_NUMBER: _ClassVar[int]
         DRAFTS_FIELD_NUMBER: _ClassVar[int]
         MAX_SEQUENCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+        DRAFT_SHARES_FIELD_NUMBER: _ClassVar[int]
         model: str
         drafts: _containers.RepeatedScalarFieldContainer[str]
         max_sequence_length: int
-        def __init__(self, model: _Optional[str] = ..., drafts: _Optional[_Iterable[str]] = ..., max_sequence_length: _Optional[int] = ...) -> None: ...
+        draft_shares: _containers.RepeatedCompositeFieldContainer[ListModelsResponse.DraftShare]
+        def __init__(self, model: _Optional[str] = ..., drafts: _Optional[_Iterable[str]] = ..., max_sequence_length: _Optional[int] = ..., draft_shares: _Optional[_Iterable[_Union[ListModelsResponse.DraftShare, _Mapping]]] = ...) -> None: ...
+    class DraftShare(_message.Message):
+        __slots__ = ("draft_model", "percent", "available")
+        DRAFT_MODEL_FIELD_NUMBER: _ClassVar[int]
+        PERCENT_FIELD_NUMBER: _ClassVar[int]
+        AVAILABLE_FIELD_NUMBER: _ClassVar[int]
+        draft_model: str
+        percent: float
+        available: bool
+        def __init__(self, draft_model: _Optional[str] = ..., percent: _Optional[float] = ..., available: bool = ...) -> None: ...
     MODELS_FIELD_NUMBER: _ClassVar[int]
     models: _containers.RepeatedCompositeFieldContainer[ListModelsResponse.Model]
     def __init__(self, models: _Optional[_Iterable[_Union[ListModelsResponse.Model, _Mapping]]] = ...) -> None: ...
