@@ -11,15 +11,19 @@ from typing import Annotated
 import typer
 
 from gateway.debug import table
+from gateway.fleet import Fleet
 from gateway.gateway import Gateway
 from gateway.metrics import GatewayMetrics
 from gateway.metrics_alias import VllmNames
-from gateway.fleet import Fleet
+from gateway.pairing import Pair, parse_pairs
+from gateway.peer_metrics import PeerSeries
+from gateway.reload import PairsFile, on_hangup
 from gateway.service import GatewayServicer
 from gateway.validation import Defaults
 from outrider import event_loop
 from outrider.channels import CLIENT_MESSAGE_BYTES, connection_age
 from outrider.engine_thread import SWITCH_INTERVAL
+from outrider.metrics import reload_gauge
 from outrider.server import ServiceFrame, configure_logging
 from outrider.settings import ConfigFile, Listen, LogLevel, MetricsListen, run_command, usage_error
 from outrider.v1 import gateway_pb2_grpc
@@ -28,7 +32,15 @@ SERVICE = "outrider.v1.GatewayService"
 
 
 def gateway(
-    pair: Annotated[list[str], typer.Option(help="TARGET[=DRAFT], addresses; repeatable.", show_default=False)],
+    context: typer.Context,
+    pair: Annotated[
+        list[str],
+        typer.Option(
+            help="TARGET[=DRAFT[:WEIGHT%],...], addresses, and the shares of requests that begin with each draft; "
+            "repeatable. Read again from --config on SIGHUP.",
+            show_default=False,
+        ),
+    ],
     listen: Listen = "127.0.0.1:50050",
     metrics_listen: MetricsListen = "127.0.0.1:9090",
     draft_tokens: Annotated[int, typer.Option(min=0, help="Chain length K of requests that name none.")] = 4,
@@ -59,14 +71,21 @@ def gateway(
     """Run the rounds between targets and drafts, and serve clients."""
     configure_logging(log_level, "gateway")
     sys.setswitchinterval(SWITCH_INTERVAL)
-    pairs = [parse_pair(text) for text in pair]
+    try:
+        pairs = parse_pairs(pair)
+    except ValueError as error:
+        raise usage_error(str(error)) from None
+    known = {parameter.name for parameter in context.command.params if parameter.name}
+    source = context.get_parameter_source("pair")
+    file = PairsFile(config, known, source.name if source is not None else "")
     defaults = Defaults(draft_tokens=draft_tokens, max_new_tokens=default_max_new_tokens)
     age = connection_age(max_connection_age, connection_age_grace)
-    event_loop.run(serve(pairs, listen, metrics_listen, defaults, draft_timeout, recover_within, grace, age))
+    event_loop.run(serve(pairs, file, listen, metrics_listen, defaults, draft_timeout, recover_within, grace, age))
 
 
 async def serve(
-    pairs: list[tuple[str, str | None]],
+    pairs: list[Pair],
+    file: PairsFile,
     listen: str,
     metrics_listen: str,
     defaults: Defaults,
@@ -79,15 +98,17 @@ async def serve(
     frame = ServiceFrame("gateway", SERVICE, listen, metrics_listen)
     metrics = GatewayMetrics(frame.registry)
     frame.registry.register(VllmNames(metrics))
-    fleet = Fleet(pairs, metrics, draft_timeout)
+    fleet = Fleet(metrics, draft_timeout)
+    frame.registry.register(PeerSeries(fleet))
     core = Gateway(fleet, metrics, defaults, recover_within)
+    frame.on_hangup = on_hangup(file, fleet, reload_gauge(frame.registry))
     frame.debug_table = lambda: table(core, fleet)
     await frame.start(
         lambda server: gateway_pb2_grpc.add_GatewayServiceServicer_to_server(GatewayServicer(core), server),
         CLIENT_MESSAGE_BYTES,
         front_options,
     )
-    fleet.start()
+    fleet.configure(pairs)
     gc.freeze()  # what is here stays: no collection need look at it again
     watching = asyncio.create_task(_follow_health(frame, core, fleet))
     await frame.run_until_signal()
@@ -107,17 +128,6 @@ async def _follow_health(frame: ServiceFrame, core: Gateway, fleet: Fleet) -> No
             announced = True
             frame.print_ready()
         await changed.wait()
-
-
-def parse_pair(text: str) -> tuple[str, str | None]:
-    """TARGET[=DRAFT] as addresses. Raises a usage error that names what it found."""
-    target, _, draft = text.partition("=")
-    for address in filter(None, (target, draft)):
-        if ":" not in address:
-            raise usage_error(f"--pair: expected HOST:PORT[=HOST:PORT], found {text!r}")
-    if not target or ("=" in text and not draft):
-        raise usage_error(f"--pair: expected TARGET[=DRAFT], found {text!r}")
-    return target, draft or None
 
 
 if __name__ == "__main__":

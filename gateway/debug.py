@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from gateway.gateway import Gateway
 from gateway.fleet import Fleet
+from gateway.gateway import Gateway
 
 
 def table(gateway: Gateway, fleet: Fleet) -> str:

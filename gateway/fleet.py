@@ -31,6 +31,14 @@ class Fleet:
         """The drafts of all targets."""
         return [draft for target in self.targets for draft in target.drafts]
 
+    @property
+    def pairs(self) -> list[Pair]:
+        """As configured."""
+        return [
+            Pair(target.address, tuple(DraftShare(draft.address, draft.percent) for draft in target.drafts))
+            for target in self.targets
+        ]
+
     def configure(self, pairs: Iterable[Pair]) -> None:
         """Takes up what is new, gives running services their new weights, and lets go of what is not named any more.
 

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import time
 
+from gateway.fleet import Fleet
 from gateway.metrics import GatewayMetrics
 from gateway.outlet import Outlet
-from gateway.fleet import Fleet
 from gateway.pairs import Target
 from gateway.request import LENGTH, Origin, Request
 from gateway.round import generate

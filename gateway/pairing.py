@@ -1,4 +1,4 @@
-"""What `--pair TARGET=DRAFT_A,DRAFT_B:10%` says: the drafts beside each target, and their shares of its requests. Pure."""
+"""What `--pair TARGET=DRAFT_A,DRAFT_B:10%` says: drafts beside a target, and their shares of its requests. Pure."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ class DraftShare:
     address: str
     percent: float
 
+    def __str__(self) -> str:
+        return f"{self.address}:{self.percent:g}%"
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -25,6 +28,9 @@ class Pair:
 
     target: str
     drafts: tuple[DraftShare, ...] = ()
+
+    def __str__(self) -> str:
+        return "=".join(filter(None, (self.target, ",".join(map(str, self.drafts)))))
 
 
 def parse_pairs(texts: Iterable[str]) -> list[Pair]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from outrider.metrics import PREFIX
@@ -27,18 +27,18 @@ _FAMILIES: dict[str, tuple[str, list[str]]] = {
 class PeerSeries(Collector):
     """`peer_refused` is 1 for a service that does not fit, with what of it in the label `reason`; else 0, without."""
 
-    def __init__(self, fleet: Callable[[], Fleet]) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
-    def describe(self) -> Iterator[Metric]:
+    def describe(self) -> Iterator[GaugeMetricFamily]:
         """The families without samples."""
         for name, (text, labels) in _FAMILIES.items():
             yield GaugeMetricFamily(PREFIX + name, text, labels=labels)
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[GaugeMetricFamily]:
         """The families as they stand now."""
         available, refused, shares = self.describe()
-        fleet = self._fleet()
+        fleet = self._fleet
         # A draft may stand beside two targets.
         for peer in {(peer.kind, peer.address): peer for peer in (*fleet.targets, *fleet.drafts)}.values():
             available.add_metric([peer.kind, peer.address], float(peer.available))

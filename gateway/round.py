@@ -7,8 +7,8 @@ from time import perf_counter
 
 from gateway.draft_session import Chain
 from gateway.drafting import Drafting
-from gateway.metrics import RoundTimes
 from gateway.fleet import Fleet
+from gateway.metrics import RoundTimes
 from gateway.pairs import Target
 from gateway.recovery import Recovery
 from gateway.request import Request

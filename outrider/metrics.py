@@ -44,6 +44,13 @@ def new_registry(service: str) -> CollectorRegistry:
     return registry
 
 
+def reload_gauge(registry: CollectorRegistry) -> Gauge:
+    """`outrider_last_reload_successful` of a service that reads something again on SIGHUP."""
+    gauge = Gauge(PREFIX + "last_reload_successful", "0 where what the last SIGHUP read was refused", registry=registry)
+    gauge.set(1)
+    return gauge
+
+
 class Series:
     """Makes series that share a set of labels; each exists, at zero, as soon as it is made."""
 

@@ -40,6 +40,8 @@ class ServiceFrame:
         self.registry: CollectorRegistry = new_registry(name)
         # SIGUSR1 prints this table of sequences, pages and slices, with all stacks, on standard error.
         self.debug_table: Callable[[], str] = lambda: ""
+        # SIGHUP; by default nothing, rather than the end of the process.
+        self.on_hangup: Callable[[], None] = lambda: log.info("SIGHUP: this service reads nothing again")
         self.draining = False
         self._listen = listen
         self._metrics_listen = metrics_listen
@@ -82,11 +84,13 @@ class ServiceFrame:
         print(f"outrider {self.name} ready grpc={self.address}{metrics}", flush=True)
 
     async def run_until_signal(self) -> None:
-        """Returns at the first SIGTERM or SIGINT, with health already NOT_SERVING; SIGUSR1 prints the table."""
+        """Returns at the first SIGTERM or SIGINT, with health already NOT_SERVING; meanwhile
+        SIGUSR1 prints the table, SIGHUP reads again what the service reads again."""
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         loop.add_signal_handler(signal.SIGUSR1, self._print_debug)
+        loop.add_signal_handler(signal.SIGHUP, lambda: self.on_hangup())
         await stop.wait()
         log.info("draining")
         self.draining = True

@@ -27,7 +27,7 @@ def _read_yaml(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def read_options(path: Path, known: Collection[str]) -> dict[str, Any]:
-    """The options in a YAML file by their names in Python. Raises ValueError, naming the file and what is wrong in it."""
+    """The options in a YAML file by their names in Python. Raises ValueError that names the file and the fault."""
     try:
         values = yaml.safe_load(path.read_text()) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

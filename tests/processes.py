@@ -90,6 +90,10 @@ class Service:
         """Lets a paused process go on."""
         self.process.send_signal(signal.SIGCONT)
 
+    def hang_up(self) -> None:
+        """SIGHUP: read again what can be read again."""
+        self.process.send_signal(signal.SIGHUP)
+
     def kill(self) -> None:
         """SIGKILL: no drain, no goodbye."""
         self.process.kill()

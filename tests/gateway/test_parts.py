@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from gateway.__main__ import parse_pair
 from gateway.fit import check_draft, check_target, common_transport
 from gateway.outlet import Outlet
 from gateway.usage import UsageCounter
@@ -111,11 +110,3 @@ def test_usage_counts_by_definition() -> None:
     assert usage.verify_steps == 4 and usage.draft_tokens == 8 and usage.accepted_tokens == 4
     assert list(usage.acceptance_histogram) == [1, 1, 0, 1]
     assert list(usage.drafted_per_position) == [3, 3, 2]
-
-
-def test_pairs_are_parsed_or_named() -> None:
-    assert parse_pair("a:1=b:2") == ("a:1", "b:2")
-    assert parse_pair("unix:/x") == ("unix:/x", None)
-    for text in ("", "a:1=", "=b:2", "a=b:1"):
-        with pytest.raises(Exception, match="--pair"):
-            parse_pair(text)

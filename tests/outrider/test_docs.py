@@ -58,7 +58,7 @@ def test_series_that_are_named_exist() -> None:
     """Families of `outrider_` in the services' sources."""
     sources = "".join(
         path.read_text()
-        for folder in ("gateway", "target_service", "draft_service")
+        for folder in ("gateway", "target_service", "draft_service", "outrider")
         for path in (ROOT / folder).glob("*.py")
     )
     table = (ROOT / "docs" / "operations.md").read_text().partition("## Metrics")[2].partition("## Errors")[0]
