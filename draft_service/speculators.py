@@ -88,10 +88,9 @@ def as_flat(config: Mapping[str, Any], tensor_names: Collection[str], faults: Fa
         faults.add(f"transformer_layer_config.model_type: expected {expected}, found {kind!r}")
         return {}
     for key in sorted(_LAYER_KEYS.union(_TOP_LEVEL) - _OF_BOTH):
-        if None not in (config.get(key), layer.get(key)) and config[key] != layer[key]:
-            faults.add(
-                f"{key} {config[key]!r:.60} and transformer_layer_config.{key} {layer[key]!r:.60} contradict each other"
-            )
+        outer, inner = config.get(key), layer.get(key)
+        if None not in (outer, inner) and outer != inner:
+            faults.add(f"{key} {outer!r:.60} and transformer_layer_config.{key} {inner!r:.60} contradict each other")
     stated = {key: layer[key] for key in _LAYER_KEYS if layer.get(key) is not None}
     flat = LAYER_DEFAULTS[kind] | stated
     flat.setdefault("num_key_value_heads", flat["num_attention_heads"])

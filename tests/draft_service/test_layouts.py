@@ -6,10 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.draft_service.compare import chain_and_logits
-from tests.draft_service.damage import edit_config
+from tests.draft_service.compare import assert_same_chain, chain_and_logits
+from tests.draft_service.damage import edit, edit_config
 from tests.draft_service.drivers import load_proposer, random_rows
-from tests.drafts import LAYOUTS, write_tiny_draft
+from tests.draft_service.reference import PlainDraft
+from tests.drafts import LAYOUTS, draft_tensors, tiny_config, write_tiny_draft
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -102,6 +103,27 @@ def test_every_spelling_gives_the_same_bits(tmp_path, draft, change, settings):
             renamed(folder, change or (lambda name: name))
         found.append(bits(folder))
     assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+
+
+def test_what_a_draft_without_aux_states_has_no_use_for_is_ignored(tmp_path):
+    settings = {"embed": True, "eagle_config": {"use_aux_hidden_state": False}}
+    plain = write_tiny_draft(tmp_path / "plain", **settings)
+    more = edit(
+        write_tiny_draft(tmp_path / "more", **settings), fc__weight=torch.ones(64, 192), fc__bias=torch.ones(64)
+    )
+    found = [bits(directory) for directory in (plain, more)]
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+
+
+def test_a_flat_draft_may_have_biases_of_query_key_and_value_alone(tmp_path):
+    directory = edit(
+        write_tiny_draft(tmp_path, embed=True, attention_bias=True), layers__0__self_attn__o_proj__bias=None
+    )
+    proposer = load_proposer(directory)
+    config = tiny_config(attention_bias=True)
+    tensors = draft_tensors(config, 0)
+    del tensors["layers.0.self_attn.o_proj.bias"]
+    assert_same_chain(proposer, PlainDraft(config, tensors))
 
 
 def test_integers_of_the_map_may_be_of_32_bits(tmp_path):
