@@ -65,7 +65,8 @@ def recognise(config: Mapping[str, Any], tensor_names: Collection[str], subject:
     layer = config.get("transformer_layer_config")
     for where, keys in (("", config), ("transformer_layer_config.", layer if isinstance(layer, Mapping) else {})):
         for key, algorithm in _FOREIGN_KEYS.items():
-            if keys.get(key) is not None:
+            # A layer's config may have the target's quantisation in it; then the draft's tensors tell.
+            if keys.get(key) is not None and not (where and algorithm == _QUANTISED):
                 refused.add(f"{where}{key} {keys[key]!r:.60}: a sign of {algorithm}")
     if config.get("parallel_drafting"):
         refused.add(f"parallel_drafting true: a sign of {_PARALLEL}")

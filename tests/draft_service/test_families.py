@@ -1,8 +1,11 @@
 """Foreign kinds of drafts are refused by name; what two directories are not is said exactly."""
 
+import json
+
 import pytest
 import torch
 
+from draft_service.check import resolve
 from tests.draft_service.damage import assert_fault, edit, edit_config, faults_of
 from tests.drafts import write_tiny_draft
 from tests.models import write_tiny_llama
@@ -72,6 +75,16 @@ def test_several_signs_of_another_kind_are_all_named(tmp_path, target):
 def test_layers_that_speculators_has_and_this_service_has_not(tmp_path, target, layer, parts):
     directory = edit_config(write_tiny_draft(tmp_path, layout="B"), transformer_layer_config=layer)
     assert_fault(faults_of(directory, target), *parts)
+
+
+def test_the_targets_quantisation_in_a_layers_config_is_not_the_drafts(tmp_path, target):
+    layer = {"quantization_config": {"quant_method": "mxfp4"}}
+    directory = write_tiny_draft(tmp_path, layout="B")
+    config = json.loads((directory / "config.json").read_text())
+    edit_config(directory, transformer_layer_config={**config["transformer_layer_config"], **layer})
+    resolve(directory, target)
+    edit(directory, layers__0__mlp__up_proj__weight=torch.zeros(96, 64).to(torch.float8_e4m3fn))
+    assert_fault(faults_of(directory, target), "up_proj.weight", "float8_e4m3fn")
 
 
 def test_a_pickle_is_refused_with_a_hint(tmp_path, target):

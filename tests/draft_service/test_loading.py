@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from draft_service.check import main, resolve
+from draft_service.faults import Faults
+from draft_service.inspection import fit, inspect_draft
+from draft_service.weights import serving_dtype
 from outrider.checkpoint import CheckpointError
 from tests.draft_service.damage import assert_fault, edit, faults_of
+from tests.draft_service.drivers import TARGET
 from tests.drafts import write_tiny_draft
 from tests.models import write_tiny_llama
 
@@ -131,6 +135,21 @@ def test_names_that_training_leaves_behind_are_ignored(tmp_path, target):
         layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8),
     )
     resolve(directory, target)
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "expected"),
+    [
+        (torch.bfloat16, "auto", torch.bfloat16),
+        (torch.float32, "auto", torch.float32),
+        (torch.float16, "auto", torch.float32),  # no kernel computes in half precision
+        (torch.float16, "bfloat16", torch.bfloat16),
+    ],
+)
+def test_the_dtype_that_it_serves_in(tmp_path, stored, asked, expected):
+    faults = Faults("draft")
+    draft = inspect_draft(write_tiny_draft(tmp_path, dtype=stored, embed=True), faults)
+    assert serving_dtype(fit(draft, TARGET, None, faults), asked) == expected and not faults
 
 
 def test_a_directory_that_is_no_checkpoint_is_named(tmp_path, target):
