@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from draft_service.layout import EMBED, HEAD
 from outrider.errors import FailedPrecondition
+from outrider.progress import Progress
 from outrider.tensors import DTYPES, tensor_bytes
 from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
 
@@ -68,7 +67,7 @@ class _Download:
         self.sha256 = ""
         self._dtype = torch.uint8
         self._data = torch.empty(0, dtype=torch.uint8)
-        self._bar: tqdm[Any] | None = None
+        self._progress: Progress | None = None
 
     def take(self, response: target_pb2.FetchSharedWeightsResponse) -> None:
         """Stores one piece. Raises FailedPrecondition for one that does not continue what is there."""
@@ -85,13 +84,13 @@ class _Download:
             self._data[self.offset : self.offset + len(piece)] = piece
         self.offset += len(chunk.data)
         self.sha256 = response.sha256 or self.sha256
-        if self._bar is not None:
-            self._bar.update(len(chunk.data))
+        if self._progress is not None:
+            self._progress.update(len(chunk.data))
 
     def is_whole(self) -> bool:
         """Whether all bytes are there and are the target's."""
-        if self._bar is not None:
-            self._bar.close()
+        if self._progress is not None:
+            self._progress.close()
         whole = self.offset == len(self._data) and self.sha256 == hashlib.sha256(tensor_bytes(self._data)).hexdigest()
         if not whole:
             log.warning("%s: %d of %d bytes, or a wrong SHA-256", self.name, self.offset, len(self._data))
@@ -111,4 +110,4 @@ class _Download:
         self.shape, self._dtype = shape, dtype
         size = math.prod(shape) * dtype.itemsize
         self._data = torch.empty(size, dtype=torch.uint8)
-        self._bar = tqdm(total=size, desc=f"fetching {self.name}", unit="B", unit_scale=True, leave=False)
+        self._progress = Progress(f"fetching {self.name}", size)

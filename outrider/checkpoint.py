@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
+
+from outrider.progress import Progress
 
 _INDEX = "model.safetensors.index.json"
 _WINDOW = max(1 << 16, mmap.PAGESIZE)  # what the kernel maps around a page that is read: a neighbour's, too
@@ -74,7 +75,7 @@ class Checkpoint:
         self.config: dict[str, Any] = read_json(self.directory / "config.json")
         self.tensors: Mapping[str, TensorInfo] = _read_headers(self.directory)
         self._maps: dict[Path, mmap.mmap] = {}
-        self._bar: tqdm[Any] | None = None
+        self._progress: Progress | None = None
 
     def load(self, name: str) -> torch.Tensor:
         """Returns one tensor as it is stored. It shares the file's pages and never writes to the file."""
@@ -82,8 +83,8 @@ class Checkpoint:
         if info is None:
             raise CheckpointError(f"{self.directory}: no tensor {name!r}")
         tensor = self._view(info)
-        if self._bar is not None:
-            self._bar.update(info.num_bytes)
+        if self._progress is not None:
+            self._progress.update(info.num_bytes)
         return tensor
 
     def release(self, name: str) -> None:
@@ -97,13 +98,12 @@ class Checkpoint:
 
     @contextmanager
     def progress(self, description: str) -> Iterator[None]:
-        """Shows a progress bar on standard error, in bytes, of the tensors loaded inside."""
-        total = sum(info.num_bytes for info in self.tensors.values())
-        with tqdm(total=total, desc=description, unit="B", unit_scale=True, leave=False) as self._bar:
+        """Shows how far the loading inside is, in bytes of tensors."""
+        with Progress(description, sum(info.num_bytes for info in self.tensors.values())) as self._progress:
             try:
                 yield
             finally:
-                self._bar = None
+                self._progress = None
 
     def optional_json(self, file: str) -> dict[str, Any]:
         """Returns a JSON file of the directory as a dict, empty where there is no such file."""

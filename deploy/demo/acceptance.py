@@ -33,7 +33,7 @@ async def ask(address: str, questions: list[str], draft_tokens: int, max_new_tok
     async with client.connect(address) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
         requests = [question_request(question, draft_tokens, max_new_tokens) for question in questions]
-        return [await client.generate(stub, request) for request in tqdm(requests, unit="question")]
+        return [await client.generate(stub, request) for request in tqdm(requests, unit="question", disable=None)]
 
 
 def report(answers: list[Generation]) -> list[str]:

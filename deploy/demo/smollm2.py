@@ -92,7 +92,7 @@ def convert(path: Path, directory: Path, sha256: str = WEIGHTS_SHA256) -> None:
         ValueError: the weights' digest is not `sha256`.
     """
     reader = gguf.GGUFReader(path)
-    tensors = dict(weights(reader, tqdm(reader.tensors, desc="Converting SmolLM2-135M", unit="tensor")))
+    tensors = dict(weights(reader, tqdm(reader.tensors, desc="Converting SmolLM2-135M", unit="tensor", disable=None)))
     expect_sha256("the converted weights", weights_digest(tensors), sha256)
     directory.mkdir()
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

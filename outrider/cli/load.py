@@ -12,11 +12,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from outrider.cli.client import Generation, generate
 from outrider.cli.options import speculation
 from outrider.cli.statistics import Acceptance, percentile
+from outrider.progress import Progress
 from outrider.v1 import gateway_pb2, gateway_pb2_grpc
 
 QUESTIONS = (
@@ -153,14 +152,14 @@ async def measure(
     finished: list[Generation] = []
     label = "K default" if draft_tokens is None else f"K = {draft_tokens}"
 
-    async def work(bar: tqdm) -> None:
+    async def work(progress: Progress) -> None:
         for template in waiting:
             finished.append(await generate(stub, with_chain(template, draft_tokens)))
-            bar.update()
+            progress.update()
 
-    with tqdm(total=len(requests), desc=label, leave=False, unit="request") as bar:
+    with Progress(label, len(requests), unit="request") as progress:
         began = time.perf_counter()
-        workers = [asyncio.create_task(work(bar)) for _ in range(min(concurrency, len(requests)))]
+        workers = [asyncio.create_task(work(progress)) for _ in range(min(concurrency, len(requests)))]
         try:
             await asyncio.gather(*workers)
         finally:
@@ -168,8 +167,6 @@ async def measure(
                 worker.cancel()
             await asyncio.wait(workers)
         result = Measurement(draft_tokens, finished, time.perf_counter() - began)
-        bar.write(
-            f"{label}: {result.tokens_per_second:.1f} tok/s, acceptance length {result.acceptance.length:.2f}",
-            file=sys.stderr,
-        )
-        return result
+    speed = f"{result.tokens_per_second:.1f} tok/s, acceptance length {result.acceptance.length:.2f}"
+    print(f"{label}: {speed}", file=sys.stderr)
+    return result
