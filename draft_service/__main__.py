@@ -11,10 +11,14 @@ from typing import Annotated
 import typer
 
 from outrider import event_loop
-from outrider.settings import ConfigFile, Listen, LogLevel, MetricsListen, run_command, usage_error
+from outrider.security import DraftSecurity
+from outrider.settings import ConfigFile, Listen, LogLevel, MetricsListen, run_command, usage_error, with_options
 
 
+@with_options(security=DraftSecurity)
 def draft(
+    *,
+    security: DraftSecurity,
     model: Annotated[Path, typer.Option(help="Directory of the EAGLE-3 checkpoint.")],
     target: Annotated[str, typer.Option(help="Address of the target that it drafts for.")],
     listen: Listen = "127.0.0.1:7102",
@@ -71,7 +75,7 @@ def draft(
             draft_window,
             norm_before_residual,
         ).validated()
-        event_loop.run(DraftServer(settings, listen, metrics_listen, self_test=self_test).run(grace))
+        event_loop.run(DraftServer(settings, listen, metrics_listen, security, self_test=self_test).run(grace))
     except (ValueError, OSError, OutriderError) as error:
         print(f"outrider draft: {error}", file=sys.stderr)
         raise typer.Exit(1) from None

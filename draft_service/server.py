@@ -30,6 +30,7 @@ from draft_service.validation import CommandRules
 from draft_service.weights import load_weights, serving_dtype
 from outrider.engine_thread import EngineThread
 from outrider.errors import FailedPrecondition, Unavailable
+from outrider.security import DraftSecurity
 from outrider.server import ServiceFrame
 from outrider.tokenizer_files import fetch_tokenizer
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2
@@ -44,10 +45,13 @@ _MISFIT_RETRY_SECONDS = 2.0
 class DraftServer:
     """Everything of one draft process. Event loop only, but for what `build_proposer` does in a thread."""
 
-    def __init__(self, settings: Settings, listen: str, metrics_listen: str, *, self_test: bool = True) -> None:
+    def __init__(
+        self, settings: Settings, listen: str, metrics_listen: str, security: DraftSecurity, *, self_test: bool = True
+    ) -> None:
         self._settings = settings
+        self._security = security
         self._self_test = self_test
-        self._frame = ServiceFrame("draft", DRAFT_SERVICE, listen, metrics_listen)
+        self._frame = ServiceFrame("draft", DRAFT_SERVICE, listen, metrics_listen, security)
         self._thread: EngineThread[list[Command]] | None = None
         self._servicer = DraftServicer(self._submit)
         self._metrics: DraftMetrics | None = None
@@ -68,7 +72,7 @@ class DraftServer:
         await self._frame.start(
             lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(self._servicer, server)
         )
-        link = TargetLink(self._settings.target)
+        link = TargetLink(self._settings.target, self._security.towards_target())
         self._frame.debug_table = lambda: f"{self._servicer.debug_table()}\n{link.num_unread} slices not released"
         attached = asyncio.create_task(self._keep_attached(link, draft))
         signalled = asyncio.create_task(self._frame.run_until_signal())

@@ -12,6 +12,7 @@ import grpc
 
 from outrider.channels import connect, wait_serving
 from outrider.errors import InvalidArgument, OutriderError
+from outrider.security import ClientSecurity
 from outrider.shared_memory import SharedSegment
 from outrider.shared_slices import SliceReader
 from outrider.stream import Outbox
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 
 TARGET_SERVICE = "outrider.v1.TargetService"
 _LOG_EVERY = 10.0
+_REFUSED_SECONDS = 1.0  # until a target that serves, but refused this draft, is asked again
 # Slices that were read are released together: a message a round would cost both sides more than the memory is worth.
 RELEASE_SECONDS = 0.05
 
@@ -28,9 +30,10 @@ RELEASE_SECONDS = 0.05
 class TargetLink:
     """One target address. Event loop only, but for `resolve` and `release`."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, security: ClientSecurity) -> None:
+        """Raises ValueError where a token would cross a network in the clear."""
         self.address = address
-        self._channel = connect(address)
+        self._channel = connect(address, security=security)
         self.stub = target_pb2_grpc.TargetServiceStub(self._channel)
         self._slices = SliceReader({})
         self._buffer_ids: frozenset[str] = frozenset()
@@ -47,10 +50,11 @@ class TargetLink:
             try:
                 await wait_serving(self._channel, TARGET_SERVICE, _LOG_EVERY)
                 return await self.stub.GetTargetInfo(target_pb2.GetTargetInfoRequest(), timeout=_LOG_EVERY)
-            except TimeoutError:
-                log.info("waiting for the target at %s", self.address)
+            except TimeoutError as error:
+                log.info("waiting for the target at %s: %s", self.address, error)
             except grpc.aio.AioRpcError as error:
-                log.info("the target at %s: %s %s", self.address, error.code().name, error.details())
+                log.warning("the target at %s: %s %s", self.address, error.code().name, error.details())
+                await asyncio.sleep(_REFUSED_SECONDS)
 
     @asynccontextmanager
     async def attach(self, draft_instance_id: str) -> AsyncIterator[Attachment]:

@@ -24,14 +24,18 @@ from outrider import event_loop
 from outrider.channels import CLIENT_MESSAGE_BYTES, connection_age
 from outrider.engine_thread import SWITCH_INTERVAL
 from outrider.metrics import reload_gauge
+from outrider.security import GatewaySecurity
 from outrider.server import ServiceFrame, configure_logging
-from outrider.settings import ConfigFile, Listen, LogLevel, MetricsListen, run_command, usage_error
+from outrider.settings import ConfigFile, Listen, LogLevel, MetricsListen, run_command, usage_error, with_options
 from outrider.v1 import gateway_pb2_grpc
 
 SERVICE = "outrider.v1.GatewayService"
 
 
+@with_options(security=GatewaySecurity)
 def gateway(
+    *,
+    security: GatewaySecurity,
     context: typer.Context,
     pair: Annotated[
         list[str],
@@ -80,7 +84,12 @@ def gateway(
     file = PairsFile(config, known, source.name if source is not None else "")
     defaults = Defaults(draft_tokens=draft_tokens, max_new_tokens=default_max_new_tokens)
     age = connection_age(max_connection_age, connection_age_grace)
-    event_loop.run(serve(pairs, file, listen, metrics_listen, defaults, draft_timeout, recover_within, grace, age))
+    try:
+        event_loop.run(
+            serve(pairs, file, listen, metrics_listen, security, defaults, draft_timeout, recover_within, grace, age)
+        )
+    except (OSError, ValueError) as error:
+        sys.exit(f"outrider gateway: {error}")
 
 
 async def serve(
@@ -88,6 +97,7 @@ async def serve(
     file: PairsFile,
     listen: str,
     metrics_listen: str,
+    security: GatewaySecurity,
     defaults: Defaults,
     draft_timeout: float | None,
     recover_within: float,
@@ -95,10 +105,10 @@ async def serve(
     front_options: Sequence[tuple[str, int]] = (),
 ) -> None:
     """Runs the gateway until a signal, and drains."""
-    frame = ServiceFrame("gateway", SERVICE, listen, metrics_listen)
+    frame = ServiceFrame("gateway", SERVICE, listen, metrics_listen, security)
     metrics = GatewayMetrics(frame.registry)
     frame.registry.register(VllmNames(metrics))
-    fleet = Fleet(metrics, draft_timeout)
+    fleet = Fleet(metrics, draft_timeout, security)
     frame.registry.register(PeerSeries(fleet))
     core = Gateway(fleet, metrics, defaults, recover_within)
     frame.on_hangup = on_hangup(file, fleet, reload_gauge(frame.registry))

@@ -9,6 +9,7 @@ from collections.abc import Collection, Coroutine, Iterable
 from gateway.metrics import GatewayMetrics
 from gateway.pairing import DraftShare, Pair
 from gateway.pairs import Draft, Target, serves_the_same
+from outrider.security import GatewaySecurity
 from outrider.v1 import target_pb2
 
 log = logging.getLogger(__name__)
@@ -19,7 +20,9 @@ _POLL_SECONDS = 0.1
 class Fleet:
     """All targets, by the model that they serve. `configure` says which."""
 
-    def __init__(self, metrics: GatewayMetrics, draft_timeout: float | None) -> None:
+    def __init__(self, metrics: GatewayMetrics, draft_timeout: float | None, security: GatewaySecurity) -> None:
+        """Raises OSError or ValueError for a file that TLS or tokens cannot be made of."""
+        self._to_targets, self._to_drafts = security.towards_target(), security.towards_draft()
         self._metrics = metrics
         self._draft_timeout = draft_timeout
         self._changed = asyncio.Event()
@@ -43,7 +46,13 @@ class Fleet:
         """Takes up what is new, gives running services their new weights, and lets go of what is not named any more.
 
         Requests leave a target that goes as they leave one that drains, and a draft at once: it is only a draft.
+        Raises ValueError, with nothing changed, for an address that a token would reach in the clear.
         """
+        pairs = list(pairs)
+        for pair in pairs:
+            self._to_targets.check(pair.target)
+            for share in pair.drafts:
+                self._to_drafts.check(share.address)
         known = {target.address: target for target in self.targets}
         self.targets = [self._target(known.pop(pair.target, None), pair) for pair in pairs]
         for target in known.values():
@@ -88,7 +97,7 @@ class Fleet:
     def _target(self, target: Target | None, pair: Pair) -> Target:
         """The target of a pair, with the pair's drafts and no others."""
         if target is None:
-            target = Target(pair.target, self._metrics, self._change)
+            target = Target(pair.target, self._to_targets, self._metrics, self._change)
             target.start()
         known = {draft.address: draft for draft in target.drafts}
         target.drafts = [self._draft(known.pop(share.address, None), share, target) for share in pair.drafts]
@@ -99,7 +108,7 @@ class Fleet:
 
     def _draft(self, draft: Draft | None, share: DraftShare, target: Target) -> Draft:
         if draft is None:
-            draft = Draft(share, target, self._draft_timeout, self._change)
+            draft = Draft(share, self._to_drafts, target, self._draft_timeout, self._change)
             draft.start()
         draft.percent = share.percent
         return draft

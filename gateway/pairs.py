@@ -14,6 +14,7 @@ from gateway.pairing import DraftShare
 from gateway.peers import INFO_SECONDS, Peer
 from gateway.target_session import LOST, OpenSequence, SequenceLost, TargetSequence, TargetSession
 from gateway.tokenizer import ModelTokenizer
+from outrider.security import ClientSecurity
 from outrider.tokenizer_files import fetch_tokenizer
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
@@ -28,8 +29,15 @@ class Draft(Peer):
     kind = "draft"
     service = "outrider.v1.DraftService"
 
-    def __init__(self, share: DraftShare, target: Target, timeout: float | None, on_change: Callable[[], None]) -> None:
-        super().__init__(share.address, on_change)
+    def __init__(
+        self,
+        share: DraftShare,
+        security: ClientSecurity,
+        target: Target,
+        timeout: float | None,
+        on_change: Callable[[], None],
+    ) -> None:
+        super().__init__(share.address, security, on_change)
         self.percent = share.percent  # of its target's requests
         self._target = target
         self._timeout = timeout
@@ -87,8 +95,10 @@ class Target(Peer):
     kind = "target"
     service = "outrider.v1.TargetService"
 
-    def __init__(self, address: str, metrics: GatewayMetrics, on_change: Callable[[], None]) -> None:
-        super().__init__(address, on_change)
+    def __init__(
+        self, address: str, security: ClientSecurity, metrics: GatewayMetrics, on_change: Callable[[], None]
+    ) -> None:
+        super().__init__(address, security, on_change)
         self._gateway_metrics = metrics
         self._stub = target_pb2_grpc.TargetServiceStub(self.channel)
         self.info = target_pb2.GetTargetInfoResponse()

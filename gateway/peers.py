@@ -12,6 +12,7 @@ import grpc
 
 from outrider.channels import connect, watch_serving
 from outrider.errors import OutriderError
+from outrider.security import ClientSecurity
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,8 @@ class Peer(ABC):
     kind = ""
     service = ""
 
-    def __init__(self, address: str, on_change: Callable[[], None]) -> None:
+    def __init__(self, address: str, security: ClientSecurity, on_change: Callable[[], None]) -> None:
+        """Raises ValueError where a token would cross a network in the clear."""
         self.address = address
         self.available = False
         self.serving = False  # what its health check said last
@@ -37,7 +39,7 @@ class Peer(ABC):
         self.pause = 0.0  # seconds to let it be after a doubt
         self._on_change = on_change
         self._doubt = asyncio.Event()
-        self.channel: grpc.aio.Channel = connect(address)
+        self.channel: grpc.aio.Channel = connect(address, security=security)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -82,7 +84,10 @@ class Peer(ABC):
                 await asyncio.sleep(_AGAIN_SECONDS + self.pause)
                 continue
             except grpc.aio.AioRpcError as error:
-                self._unavailable(f"{error.code().name}: {error.details()}")
+                problem = f"{error.code().name}: {error.details()}"
+                if problem != self.problem:
+                    log.warning("%s %s: %s", self.kind, self.address, problem)
+                self._unavailable(problem)
             except OutriderError as error:
                 if not self.misfit or self.problem != error.message:
                     log.error("%s %s is refused: %s", self.kind, self.address, error.message)

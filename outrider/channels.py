@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from outrider.renewing_channel import RenewingChannel
+from outrider.security import NO_SECURITY, ClientSecurity
+
+log = logging.getLogger(__name__)
 
 CLIENT_MESSAGE_BYTES = 8 << 20  # from clients to the gateway
 SERVICE_MESSAGE_BYTES = 64 << 20  # between services
@@ -63,38 +69,62 @@ def connection_age(seconds: float, grace: float) -> list[tuple[str, int]]:
     ]
 
 
-def connect(address: str, max_message_bytes: int = SERVICE_MESSAGE_BYTES) -> grpc.aio.Channel:
-    """An insecure channel to HOST:PORT (or unix:PATH)."""
-    return grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))
+def connect(
+    address: str, max_message_bytes: int = SERVICE_MESSAGE_BYTES, security: ClientSecurity = NO_SECURITY
+) -> grpc.aio.Channel:
+    """A channel to HOST:PORT (or unix:PATH). Raises ValueError where a token would cross the network in the clear."""
+    options = channel_options(max_message_bytes)
+
+    def open_channel(credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+        if credentials is None:
+            return grpc.aio.insecure_channel(address, options=options)
+        return grpc.aio.secure_channel(address, credentials, options=options)
+
+    if security.plain:
+        return open_channel(None)
+    security.check(address)
+    return RenewingChannel(open_channel, security.tls, security.metadata)
 
 
 async def is_serving(channel: grpc.aio.Channel, service: str, timeout: float = 1.0) -> bool:
     """Whether the health service of the peer says SERVING for `service`."""
-    try:
-        stub = health_pb2_grpc.HealthStub(channel)
-        answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
-    except grpc.aio.AioRpcError:
-        return False
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+    return not await _why_not_serving(channel, service, timeout)
 
 
 async def wait_serving(channel: grpc.aio.Channel, service: str, timeout: float, interval: float = 0.1) -> None:
-    """Returns once the peer serves `service`. Raises TimeoutError after `timeout` seconds."""
+    """Returns once the peer serves `service`. Raises TimeoutError, saying why, after `timeout` seconds."""
     deadline = time.monotonic() + timeout
-    while not await is_serving(channel, service):
+    while problem := await _why_not_serving(channel, service):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{service} did not become ready within {timeout:g} s")
+            raise TimeoutError(f"{service} did not become ready within {timeout:g} s: {problem}")
         await asyncio.sleep(interval)
 
 
+async def _why_not_serving(channel: grpc.aio.Channel, service: str, timeout: float = 1.0) -> str:
+    """Nothing where the peer serves."""
+    try:
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
+    except grpc.aio.AioRpcError as error:
+        return f"{error.code().name}: {error.details()}"
+    return "" if answer.status == health_pb2.HealthCheckResponse.SERVING else "not serving"
+
+
 async def watch_serving(channel: grpc.aio.Channel, service: str, retry_every: float = 0.2) -> AsyncIterator[bool]:
-    """Yields whether the peer serves `service`, at once and at every change; False while out of reach. Endless."""
+    """Yields whether the peer serves `service`, at once and at every change; False while out of reach. Endless.
+
+    What is in the way of reaching it, such as a certificate that does not fit, is logged when it changes.
+    """
     stub = health_pb2_grpc.HealthStub(channel)
+    problem: str | None = None
     while True:
         try:
             async for answer in stub.Watch(health_pb2.HealthCheckRequest(service=service), wait_for_ready=False):
+                problem = None
                 yield answer.status == health_pb2.HealthCheckResponse.SERVING
-        except grpc.aio.AioRpcError:
-            pass
+        except grpc.aio.AioRpcError as error:
+            if error.details() != problem:
+                problem = error.details()
+                log.info("health of %s: %s %s", service, error.code().name, problem)
         yield False
         await asyncio.sleep(retry_every)

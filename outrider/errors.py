@@ -51,6 +51,12 @@ class FailedPrecondition(OutriderError):
     code = grpc.StatusCode.FAILED_PRECONDITION
 
 
+class Unauthenticated(OutriderError):
+    """A call that shows no token, or another one than is asked for."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
 class ResourceExhausted(OutriderError):
     """Everything is full; try again after `retry_after` seconds."""
 
@@ -93,7 +99,16 @@ _FOREIGN_CODES: dict[type[BaseException], grpc.StatusCode] = {
 _BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 _BY_CODE: dict[grpc.StatusCode, type[OutriderError]] = {
     cls.code: cls
-    for cls in (NotFound, FailedPrecondition, ResourceExhausted, Unavailable, DeadlineExceeded, Cancelled, Internal)
+    for cls in (
+        NotFound,
+        FailedPrecondition,
+        Unauthenticated,
+        ResourceExhausted,
+        Unavailable,
+        DeadlineExceeded,
+        Cancelled,
+        Internal,
+    )
 }
 
 

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from outrider.channels import SERVICE_MESSAGE_BYTES, server_options
 from outrider.grpc_metrics import CountCalls
 from outrider.metrics import MetricsServer, new_registry, split_address
+from outrider.security import ServerSecurity
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,19 @@ class ServiceFrame:
     nothing is SERVING before `set_serving(True)`.
     """
 
-    def __init__(self, name: str, service: str, listen: str, metrics_listen: str | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        service: str,
+        listen: str,
+        metrics_listen: str | None,
+        security: ServerSecurity = ServerSecurity(),  # noqa: B008  # frozen
+    ) -> None:
+        """Raises ValueError or OSError, naming the flag, for an address or a file that does not do."""
+        security.check(listen)
+        self._credentials = security.credentials()
+        self._interceptors = security.interceptors(service)
+        self._health_listen = security.health_listen
         self.name = name
         self.service = service
         self.registry: CollectorRegistry = new_registry(name)
@@ -47,8 +60,9 @@ class ServiceFrame:
         self._metrics_listen = metrics_listen
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
+        self._health_server: grpc.aio.Server | None = None
         self._metrics: MetricsServer | None = None
-        self.address = ""
+        self.address = self.health_address = ""
 
     async def start(
         self,
@@ -56,18 +70,23 @@ class ServiceFrame:
         max_receive_bytes: int = SERVICE_MESSAGE_BYTES,
         options: Sequence[tuple[str, int]] = (),
     ) -> None:
-        """Binds both ports and answers health with NOT_SERVING. Raises OSError naming the address it cannot bind."""
+        """Binds its ports and answers health with NOT_SERVING. Raises OSError naming the address it cannot bind."""
         # The health servicer would start as SERVING.
         await self.set_serving(False)
         await self._health.set(LIVENESS, SERVING)
         self._server = grpc.aio.server(
-            interceptors=[CountCalls(self.registry, self.service)],
+            interceptors=[CountCalls(self.registry, self.service), *self._interceptors],
             options=[*server_options(max_receive_bytes), *options],
         )
         register(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((self.service, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
-        self.address = _bind(self._server, self._listen)
+        self.address = _bind(self._server, self._listen, "--listen", self._credentials)
+        if self._health_listen:
+            self._health_server = grpc.aio.server(options=server_options())
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
+            self.health_address = _bind(self._health_server, self._health_listen, "--health-listen")
+            await self._health_server.start()
         if self._metrics_listen is not None:
             self._metrics = MetricsServer.start(self._metrics_listen, self.registry)
         await self._server.start()
@@ -81,7 +100,8 @@ class ServiceFrame:
     def print_ready(self) -> None:
         """The one line on standard output that says where the service listens."""
         metrics = f" metrics={self._metrics.address}" if self._metrics else ""
-        print(f"outrider {self.name} ready grpc={self.address}{metrics}", flush=True)
+        probes = f" health={self.health_address}" if self.health_address else ""
+        print(f"outrider {self.name} ready grpc={self.address}{metrics}{probes}", flush=True)
 
     async def run_until_signal(self) -> None:
         """Returns at the first SIGTERM or SIGINT, with health already NOT_SERVING; meanwhile
@@ -105,10 +125,12 @@ class ServiceFrame:
         await self.stop(grace=1.0)
 
     async def stop(self, grace: float = 0.0) -> None:
-        """Ends what still runs after `grace` seconds, and closes both ports. A second call does nothing."""
+        """Ends what still runs after `grace` seconds, and closes its ports. A second call does nothing."""
         server, metrics, self._server, self._metrics = self._server, self._metrics, None, None
         if server is not None:
             await server.stop(grace)
+        if self._health_server is not None:
+            await self._health_server.stop(0)
         if metrics is not None:
             metrics.stop()
 
@@ -117,16 +139,15 @@ class ServiceFrame:
         faulthandler.dump_traceback(sys.stderr)
 
 
-def _bind(server: grpc.aio.Server, listen: str) -> str:
+def _bind(server: grpc.aio.Server, listen: str, flag: str, credentials: grpc.ServerCredentials | None = None) -> str:
     """Binds HOST:PORT or unix:PATH and returns the address that clients use."""
-    if listen.startswith("unix:"):
-        server.add_insecure_port(listen)
-        return listen
-    host, _ = split_address(listen)
+    host, _ = ("", 0) if listen.startswith("unix:") else split_address(listen)
     try:
-        port = server.add_insecure_port(listen)
+        port = server.add_secure_port(listen, credentials) if credentials else server.add_insecure_port(listen)
     except RuntimeError as error:
-        raise OSError(f"--listen: cannot bind {listen}: {error}") from error
+        raise OSError(f"{flag}: cannot bind {listen}: {error}") from error
+    if not host:
+        return listen
     return f"{host}:{port}" if ":" not in host else f"[{host}]:{port}"
 
 

@@ -6,9 +6,12 @@ Kubernetes injects <SERVICE>_PORT and <SERVICE>_SERVICE_HOST into every containe
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 import yaml
@@ -49,6 +52,42 @@ ConfigFile = Annotated[
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 Listen = Annotated[str, typer.Option(help="HOST:PORT of gRPC; port 0 picks a free one.")]
 MetricsListen = Annotated[str, typer.Option(help="HOST:PORT of /metrics; port 0 picks a free one.")]
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+
+
+def with_options(**groups: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command the fields of dataclasses as options; it takes each object as the argument of that name."""
+    added = {group: _parameters(cls) for group, cls in groups.items()}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def wrapper(**arguments: Any) -> None:
+            for group, cls in groups.items():
+                arguments[group] = cls(**{option.name: arguments.pop(option.name) for option in added[group]})
+            command(**arguments)
+
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        options = [option.replace(kind=_KEYWORD) for option in own if option.name not in groups]
+        options += [option for group in added.values() for option in group]
+        wrapper.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {option.name: option.annotation for option in options}
+        return wrapper
+
+    return decorate
+
+
+def _parameters(cls: Any) -> list[inspect.Parameter]:
+    """The fields of a dataclass as parameters of a function."""
+    hints = get_type_hints(cls, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name,
+            _KEYWORD,
+            default=field.default if field.default_factory is dataclasses.MISSING else field.default_factory(),
+            annotation=hints[field.name],
+        )
+        for field in dataclasses.fields(cls)
+    ]
 
 
 def run_command(command: Callable[..., Any], name: str, arguments: Sequence[str] | None = None) -> None:

@@ -12,8 +12,9 @@ from typing import Annotated
 import typer
 
 from outrider import event_loop
+from outrider.security import ServerSecurity
 from outrider.server import ServiceFrame, configure_logging
-from outrider.settings import ConfigFile, Listen, LogLevel, MetricsListen, run_command
+from outrider.settings import ConfigFile, Listen, LogLevel, MetricsListen, run_command, with_options
 from outrider.v1 import target_pb2_grpc
 from target_service.commands import Drain, Expel
 from target_service.loading import Loaded, in_daemon_thread, load_target
@@ -27,7 +28,10 @@ SERVICE = "outrider.v1.TargetService"
 EXPEL_BEFORE = 5.0
 
 
+@with_options(security=ServerSecurity)
 def main(
+    *,
+    security: ServerSecurity,
     model: Annotated[Path, typer.Option(help="Checkpoint directory: config.json and safetensors.")],
     listen: Listen = "127.0.0.1:7101",
     metrics_listen: MetricsListen = "127.0.0.1:9101",
@@ -63,14 +67,14 @@ def main(
         max_queue=max_queue,
     )
     try:
-        event_loop.run(serve(settings, listen, metrics_listen, grace))
+        event_loop.run(serve(settings, listen, metrics_listen, security, grace))
     except (OSError, ValueError) as error:
         sys.exit(f"outrider target: {error}")
 
 
-async def serve(settings: Settings, listen: str, metrics_listen: str, grace: float) -> None:
+async def serve(settings: Settings, listen: str, metrics_listen: str, security: ServerSecurity, grace: float) -> None:
     """Runs until SIGTERM or SIGINT, then drains. Raises ValueError for a model or flag that does not fit."""
-    frame = ServiceFrame("target", SERVICE, listen, metrics_listen)
+    frame = ServiceFrame("target", SERVICE, listen, metrics_listen, security)
     metrics = TargetMetrics(frame.registry, settings.name)
     servicer = TargetServicer()
     try:

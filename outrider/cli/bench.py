@@ -11,15 +11,16 @@ from typing import Annotated, Any
 import typer
 
 from outrider.cli import client, load, report, speed
-from outrider.cli.client import DEFAULT_ADDRESS
-from outrider.cli.options import Address
+from outrider.cli.connection import Connection
 from outrider.cli.processes import PairOptions, ServiceFailed
-from outrider.settings import usage_error
+from outrider.settings import usage_error, with_options
 from outrider.v1 import gateway_pb2, gateway_pb2_grpc
 
 
+@with_options(connection=Connection)
 def bench(
-    address: Address = DEFAULT_ADDRESS,
+    *,
+    connection: Connection,
     target: Annotated[
         Path | None, typer.Option(help="Start this target here, instead of --address, and take its rounds apart.")
     ] = None,
@@ -70,7 +71,7 @@ def bench(
         template.sampling.temperature = temperature
         template.sampling.seed = seed
     if target is None:
-        client.run(_load_gateway(address, templates, concurrency, draft_tokens or [0, None], json_file))
+        client.run(_load_gateway(connection, templates, concurrency, draft_tokens or [0, None], json_file))
         return
     options = PairOptions(
         target,
@@ -87,13 +88,13 @@ def bench(
 
 
 async def _load_gateway(
-    address: str,
+    connection: Connection,
     requests: list[gateway_pb2.GenerateRequest],
     concurrency: int,
     chains: list[int] | list[int | None],
     json_file: Path | None,
 ) -> None:
-    async with client.connect(address) as channel:
+    async with connection.connect() as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
         measurements = [await load.measure(stub, requests, concurrency, chain) for chain in chains]
     print(report.load_table(measurements))

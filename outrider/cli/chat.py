@@ -12,14 +12,15 @@ import typer
 
 from outrider.cli import client
 from outrider.cli.generate import answer
-from outrider.cli.options import GenerationOptions, with_generation_options
+from outrider.cli.options import GenerationOptions
+from outrider.settings import with_options
 from outrider.v1 import gateway_pb2
 
 with contextlib.suppress(ImportError):  # not on every platform
     import readline  # noqa: F401  # gives input() line editing and history
 
 
-@with_generation_options
+@with_options(options=GenerationOptions)
 def chat(
     *,
     system: Annotated[str, typer.Option(help="The system message at the start.")] = "",

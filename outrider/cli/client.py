@@ -16,6 +16,7 @@ from grpc_status import rpc_status
 from outrider.channels import CLIENT_MESSAGE_BYTES
 from outrider.channels import connect as connect_channel
 from outrider.errors import InvalidArgument, from_status
+from outrider.security import NO_SECURITY, ClientSecurity
 from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 DEFAULT_ADDRESS = "127.0.0.1:50050"  # where a gateway listens by default
@@ -84,9 +85,9 @@ async def generate(
     return result
 
 
-def connect(address: str) -> grpc.aio.Channel:
+def connect(address: str, security: ClientSecurity = NO_SECURITY) -> grpc.aio.Channel:
     """A channel to the gateway at HOST:PORT or unix:PATH, with the limits of a client."""
-    return connect_channel(address, CLIENT_MESSAGE_BYTES)
+    return connect_channel(address, CLIENT_MESSAGE_BYTES, security)
 
 
 def run(command: Coroutine[Any, Any, Result]) -> Result:

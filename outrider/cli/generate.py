@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 
 from outrider.cli import client, statistics
-from outrider.cli.options import GenerationOptions, with_generation_options
+from outrider.cli.options import GenerationOptions
+from outrider.settings import with_options
 from outrider.v1 import gateway_pb2, gateway_pb2_grpc
 
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 
 
-@with_generation_options
+@with_options(options=GenerationOptions)
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to continue or answer; - reads standard input.")],
     *,
@@ -36,7 +37,7 @@ def generate(
 
 async def answer(request: gateway_pb2.GenerateRequest, options: GenerationOptions) -> client.Generation:
     """Prints the answer to `request` as it arrives, then the statistics where they are wanted."""
-    async with client.connect(options.address) as channel:
+    async with options.connect() as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
         printer = _Printer(options.show_drafts)
         try:

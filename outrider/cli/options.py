@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Annotated, Any, get_type_hints
+from dataclasses import dataclass, field
+from typing import Annotated
 
 import typer
 
-from outrider.cli.client import DEFAULT_ADDRESS
+from outrider.cli.connection import Connection
 from outrider.settings import usage_error
 from outrider.v1 import common_pb2, gateway_pb2
 
 UINT32 = 2**32 - 1  # the largest value of the contract's fields
-Address = Annotated[str, typer.Option(help="HOST:PORT of the gateway.", envvar="OUTRIDER_ADDRESS")]
 
 
 @dataclass(frozen=True)
-class GenerationOptions:
+class GenerationOptions(Connection):
     """What a request says beside its prompt. What is absent is left to the contract's and the gateway's defaults."""
 
-    address: Address = DEFAULT_ADDRESS
     model: Annotated[str, typer.Option(help="Which model, where several are served.")] = ""
     max_new_tokens: Annotated[int, typer.Option(min=0, max=UINT32, help="Most tokens; 0: the gateway's default.")] = 0
     min_new_tokens: Annotated[int, typer.Option(min=0, max=UINT32, help="Fewest tokens.")] = 0
@@ -74,7 +70,6 @@ class GenerationOptions:
         )
 
 
-_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -83,27 +78,3 @@ def speculation(draft_tokens: int | None, draft_model: str = "") -> gateway_pb2.
     if draft_tokens is None and not draft_model:
         return None
     return gateway_pb2.SpeculationParams(max_draft_tokens=draft_tokens, draft_model=draft_model)
-
-
-def with_generation_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the fields of GenerationOptions as options; it takes them as its last argument, `options`."""
-    hints = get_type_hints(GenerationOptions, include_extras=True)
-    added = {
-        item.name: inspect.Parameter(item.name, _KEYWORD, default=_default(item), annotation=hints[item.name])
-        for item in fields(GenerationOptions)
-    }
-    own = [item for item in inspect.signature(command, eval_str=True).parameters.values() if item.name != "options"]
-
-    def wrapper(**arguments: Any) -> None:
-        options = GenerationOptions(**{name: arguments.pop(name) for name in added})
-        command(**arguments, options=options)
-
-    parameters = [item.replace(kind=_KEYWORD) for item in own] + list(added.values())
-    wrapper.__doc__ = command.__doc__
-    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {item.name: item.annotation for item in parameters}
-    return wrapper
-
-
-def _default(item: Field[Any]) -> Any:
-    return item.default if item.default_factory is MISSING else item.default_factory()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,17 +51,21 @@ def start_draft(model: Path, target: str, *flags: str) -> Service:
 
 @contextlib.contextmanager
 def trio(
-    directory: Path, target: list[str] | None = None, gateway: list[str] | None = None, **model: int
+    directory: Path,
+    target: Sequence[str] = (),
+    draft: Sequence[str] = (),
+    gateway: Sequence[str] = (),
+    **model: int,
 ) -> Iterator[Trio]:
     """Starts the three on tiny models written to `directory`; `model` goes into the target's config.json."""
     target_model = write_tiny_llama(directory / "target", num_hidden_layers=3, **model)
     draft_model = write_tiny_draft(directory / "draft", draft_vocab_size=320, **model)
     with contextlib.ExitStack() as stack:
-        started = stack.enter_context(start_target(target_model, *(target or [])))
-        draft = stack.enter_context(start_draft(draft_model, started.address))
-        front = stack.enter_context(start_gateway([f"{started.address}={draft.address}"], *(gateway or [])))
-        eventually(lambda: front.metric("outrider_peer_available") == 2, dump=[started, draft, front])
-        services = Trio(started, draft, front)
+        started = stack.enter_context(start_target(target_model, *target))
+        beside = stack.enter_context(start_draft(draft_model, started.address, *draft))
+        front = stack.enter_context(start_gateway([f"{started.address}={beside.address}"], *gateway))
+        eventually(lambda: front.metric("outrider_peer_available") == 2, dump=[started, beside, front])
+        services = Trio(started, beside, front)
         try:
             yield services
         finally:

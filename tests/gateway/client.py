@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 
 from outrider.channels import connect
+from outrider.security import NO_SECURITY, ClientSecurity
 from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 GREEDY = {"temperature": 0.0, "seed": 3}
@@ -95,8 +96,8 @@ def make_request(
 class Client:
     """Talks to one gateway."""
 
-    def __init__(self, address: str) -> None:
-        self.channel: grpc.aio.Channel = connect(address)
+    def __init__(self, address: str, security: ClientSecurity = NO_SECURITY) -> None:
+        self.channel: grpc.aio.Channel = connect(address, security=security)
         self.stub = gateway_pb2_grpc.GatewayServiceStub(self.channel)
 
     async def generate(
