@@ -39,6 +39,16 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+# gpt-oss's own, which the library's training command copies into the draft.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 32,
+}
 
 
 def library_model(layer, reduced, **flags):
@@ -111,15 +121,18 @@ def test_every_combination_of_its_flags_agrees(tmp_path, kind, depth):
         LlamaConfig(**SIZES, num_hidden_layers=2, attention_bias=True, mlp_bias=True),
         Qwen3Config(**SIZES, num_hidden_layers=2, attention_bias=True),
         LlamaConfig(**SIZES, num_hidden_layers=1, rope_parameters=LLAMA3, rms_norm_eps=1e-3),
+        LlamaConfig(**SIZES, num_hidden_layers=1, rope_parameters=YARN, max_position_embeddings=1024),
     ],
-    ids=["Llama biases", "Qwen3 biases", "Llama 3 rope"],
+    ids=["Llama biases", "Qwen3 biases", "Llama 3 rope", "gpt-oss rope"],
 )
 def test_settings_of_its_layers_agree(tmp_path, layer):
     assert_agree(library_model(layer, 96, norm_before_residual=True), tmp_path)
 
 
-def test_windows_of_its_layers_agree(tmp_path):
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
+def test_windows_of_its_layers_agree(tmp_path, kind):
+    # As its training command writes them, by default for all layers.
     windows = {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]}
-    layer = Qwen3Config(**SIZES, num_hidden_layers=2, **windows)
+    layer = kind(**SIZES, num_hidden_layers=2, **windows)
     # In training a chain's own rows come on top of the window; in serving they are part of it.
     assert_agree(library_model(layer, 96, norm_before_residual=True), tmp_path, steps=1)
