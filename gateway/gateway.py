@@ -119,7 +119,7 @@ class Gateway:
             raise InvalidArgument("model", f"expected one of {', '.join(sorted(known))}, found none")
         name = model or next(iter(known))
         if name not in known:
-            raise NotFound(f"model: {name!r} is not served here; known are {', '.join(sorted(known))}")
+            raise NotFound(f"model: {name!r:.80} is not served here; known are {', '.join(sorted(known))}")
         deadline = time.monotonic() + min(_PATIENCE_SECONDS, self._recover_within)
         while not (available := self._fleet.available_targets(name)) and time.monotonic() < deadline:
             with contextlib.suppress(TimeoutError):
@@ -134,4 +134,4 @@ class Gateway:
         drafts = {draft.info.model for draft in target.drafts if draft.info.model}
         if draft_model and draft_model not in drafts:
             found = ", ".join(sorted(drafts)) or "none"
-            raise NotFound(f"speculation.draft_model: {draft_model!r} is not beside this model; known are {found}")
+            raise NotFound(f"speculation.draft_model: {draft_model!r:.80} is not beside this model; known are {found}")

@@ -117,7 +117,8 @@ def _messages(conversation: gateway_pb2.Conversation) -> list[dict[str, str]]:
     for index, message in enumerate(conversation.messages):
         if message.role not in ROLES:
             raise InvalidArgument(
-                f"conversation.messages[{index}].role", f"expected one of {', '.join(ROLES)}, found {message.role!r}"
+                f"conversation.messages[{index}].role",
+                f"expected one of {', '.join(ROLES)}, found {message.role!r:.80}",
             )
     return [{"role": message.role, "content": message.content} for message in conversation.messages]
 

@@ -11,6 +11,10 @@ from grpc_status import rpc_status
 
 DOMAIN = "outrider"
 
+# Bytes of a message. A status travels in the trailers twice, percent-encoded and in base64, and a call whose trailers
+# are above 8 KiB ends with another code.
+LONGEST_MESSAGE = 1000
+
 # Reasons that tell a gateway to open the sequence again, here or elsewhere.
 PREEMPTED = "PREEMPTED"
 QUEUE_FULL = "QUEUE_FULL"
@@ -122,12 +126,12 @@ def code_of(error: BaseException) -> grpc.StatusCode:
 def to_status(error: BaseException) -> status_pb2.Status:
     """Encodes an exception with ErrorInfo, and BadRequest or RetryInfo where they apply."""
     code = code_of(error)
-    message = error.message if isinstance(error, OutriderError) else f"{type(error).__name__}: {error}"
+    message = _cut(error.message if isinstance(error, OutriderError) else f"{type(error).__name__}: {error}")
     status = status_pb2.Status(code=code.value[0], message=message)
     reason = error.reason if isinstance(error, OutriderError) else code.name
     _attach(status, error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))
     if isinstance(error, InvalidArgument):
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=message)
         _attach(status, error_details_pb2.BadRequest(field_violations=[violation]))
     if isinstance(error, ResourceExhausted):
         delay = duration_pb2.Duration()
@@ -161,6 +165,14 @@ async def abort(context: grpc.aio.ServicerContext, error: BaseException) -> NoRe
     """Ends an RPC with the status of `error`."""
     await context.abort_with_status(rpc_status.to_status(to_status(error)))
     raise AssertionError("abort returned")
+
+
+def _cut(message: str) -> str:
+    """The message, or as much of it as fits."""
+    encoded = message.encode(errors="replace")
+    if len(encoded) <= LONGEST_MESSAGE:
+        return message
+    return encoded[: LONGEST_MESSAGE - 3].decode(errors="ignore") + "..."
 
 
 def _attach(status: status_pb2.Status, detail: object) -> None:

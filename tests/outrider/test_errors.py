@@ -1,4 +1,6 @@
+import grpc
 import pytest
+from grpc_status import rpc_status
 
 from outrider import errors
 
@@ -31,3 +33,21 @@ def test_invalid_argument_carries_the_field():
     back = errors.from_status(errors.to_status(errors.InvalidArgument("prompt", "expected tokens, found none")))
     assert back.field == "prompt"
     assert str(back) == "prompt: expected tokens, found none"
+
+
+async def test_a_long_message_reaches_the_caller_cut():
+    async def refuse(request, context):
+        await errors.abort(context, errors.InvalidArgument("model", "ü" * 100_000))
+
+    server = grpc.aio.server()
+    handlers = {"Refuse": grpc.unary_unary_rpc_method_handler(refuse)}
+    server.add_registered_method_handlers("test", handlers)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary("/test/Refuse", _registered_method=True)(b"", timeout=10)
+    await server.stop(None)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    back = errors.from_status(rpc_status.from_call(caught.value))
+    assert back.message.startswith("model: ü") and back.message.endswith("ü...")
