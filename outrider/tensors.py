@@ -24,6 +24,8 @@ DTYPES: dict[common_pb2.DataType, torch.dtype] = {
     common_pb2.DATA_TYPE_INT64: torch.int64,
     common_pb2.DATA_TYPE_BOOL: torch.bool,
 }
+# What PyTorch can count: with larger dimensions even an empty tensor raises.
+_MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 2**60
 DTYPE_NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 
 
@@ -49,8 +51,8 @@ def decode(
 ) -> torch.Tensor:
     """The tensor of a message. Shares memory with the message or the buffer unless `copy`.
 
-    `field` names the tensor in errors. Raises InvalidArgument for an unknown dtype, a negative dimension, a byte count
-    that does not equal the shape's, or a slice where no buffer is open.
+    `field` names the tensor in errors. Raises InvalidArgument for an unknown dtype, a dimension that no tensor has, a
+    byte count that does not equal the shape's, or a slice where no buffer is open.
     """
     dtype = DTYPES.get(message.dtype)
     if dtype is None:
@@ -58,6 +60,11 @@ def decode(
     shape = tuple(message.shape)
     if any(size < 0 for size in shape):
         raise InvalidArgument(f"{field}.shape", f"expected no negative dimension, found {list(shape)}")
+    if len(shape) > _MOST_DIMENSIONS or math.prod(size or 1 for size in shape) > _MOST_ELEMENTS:
+        raise InvalidArgument(
+            f"{field}.shape",
+            f"expected at most {_MOST_DIMENSIONS} dimensions and {_MOST_ELEMENTS} elements, found {list(shape)}",
+        )
     size = math.prod(shape) * dtype.itemsize
     source = message.WhichOneof("source")
     if source == "slice":

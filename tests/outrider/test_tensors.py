@@ -27,6 +27,8 @@ def test_a_view_that_is_not_contiguous_is_sent_row_major():
         (common_pb2.Tensor(shape=[1], data=b"1234"), "rows.dtype"),
         (common_pb2.Tensor(dtype=99, shape=[1], data=b"1234"), "rows.dtype"),
         (common_pb2.Tensor(dtype=common_pb2.DATA_TYPE_FLOAT32, shape=[-1], data=b"1234"), "rows.shape"),
+        (common_pb2.Tensor(dtype=common_pb2.DATA_TYPE_FLOAT32, shape=[0, 2**62, 2**62]), "rows.shape"),
+        (common_pb2.Tensor(dtype=common_pb2.DATA_TYPE_FLOAT32, shape=[1] * 65, data=b"1234"), "rows.shape"),
         (common_pb2.Tensor(dtype=common_pb2.DATA_TYPE_FLOAT32, shape=[2], data=b"1234"), "rows.data"),
         (common_pb2.Tensor(dtype=common_pb2.DATA_TYPE_FLOAT32, shape=[1]), "rows.data"),
         (
