@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ MAX_TOP_LOGPROBS = 1024
 _NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     # field of SamplingParams: (what is expected, whether a value is that)
     "temperature": ("a finite number of at least 0", lambda x: 0 <= x < math.inf),
+    "top_k": ("at least 1", lambda x: x >= 1),
     "top_p": ("a number above 0 and at most 1", lambda x: 0 < x <= 1),
     "min_p": ("a number from 0 to 1", lambda x: 0 <= x <= 1),
     "repetition_penalty": ("a finite number above 0", lambda x: 0 < x < math.inf),
@@ -124,7 +126,7 @@ class CommandReader:
         )
 
     def _sampling(self, message: common_pb2.SamplingParams) -> SamplingParams:
-        given: dict[str, float] = {}
+        given: dict[str, Any] = {}
         for name, (expected, fits) in _NUMBERS.items():
             if message.HasField(name):
                 given[name] = getattr(message, name)
@@ -136,7 +138,7 @@ class CommandReader:
                 raise InvalidArgument(field, f"expected a token below vocab_size {self._limits.vocab_size}")
             if not bias < math.inf:
                 raise InvalidArgument(field, f"expected a number below infinity, found {bias}")
-        return SamplingParams(**given, top_k=message.top_k, seed=message.seed, logit_bias=dict(message.logit_bias))
+        return SamplingParams(**given, seed=message.seed, logit_bias=dict(message.logit_bias))
 
     def _logprobs(self, message: _Command.OpenSequence, field: str) -> int | None:
         if not message.HasField(field):

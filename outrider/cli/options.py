@@ -22,7 +22,7 @@ class GenerationOptions(Connection):
     max_new_tokens: Annotated[int, typer.Option(min=0, max=UINT32, help="Most tokens; 0: the gateway's default.")] = 0
     min_new_tokens: Annotated[int, typer.Option(min=0, max=UINT32, help="Fewest tokens.")] = 0
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; absent: 1.")] = None
-    top_k: Annotated[int | None, typer.Option(min=0, max=UINT32, help="Keep the k most likely tokens.")] = None
+    top_k: Annotated[int | None, typer.Option(min=1, max=UINT32, help="Keep the k most likely tokens.")] = None
     top_p: Annotated[float | None, typer.Option(help="Keep the smallest set that reaches this probability.")] = None
     min_p: Annotated[float | None, typer.Option(help="Keep tokens this fraction as likely as the likeliest.")] = None
     repetition_penalty: Annotated[float | None, typer.Option(help="Divides the logits of tokens seen.")] = None

@@ -46,6 +46,7 @@ BAD_OPENS = [
     ("open.sampling.temperature", {"sampling": {"temperature": -0.5}}, "found -0.5"),
     ("open.sampling.temperature", {"sampling": {"temperature": math.nan}}, "found nan"),
     ("open.sampling.temperature", {"sampling": {"temperature": math.inf}}, "found inf"),
+    ("open.sampling.top_k", {"sampling": {"top_k": 0}}, "at least 1, found 0"),
     ("open.sampling.top_p", {"sampling": {"top_p": 0}}, "above 0 and at most 1"),
     ("open.sampling.top_p", {"sampling": {"top_p": 1.5}}, "found 1.5"),
     ("open.sampling.top_p", {"sampling": {"top_p": math.nan}}, "found nan"),
