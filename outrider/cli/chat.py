@@ -28,6 +28,12 @@ def chat(
 ) -> None:
     """Talk to the model. /reset begins anew, Ctrl-C stops an answer, Ctrl-D or Ctrl-C at the prompt ends."""
     opening = [gateway_pb2.Conversation.Message(role="system", content=system)] if system else []
+    with client.ended_by_reader():
+        _converse(opening, options)
+
+
+def _converse(opening: list[gateway_pb2.Conversation.Message], options: GenerationOptions) -> None:
+    """Turn after turn, until the end of the input."""
     messages = list(opening)
     while (line := _read_line()) is not None:
         if line == "/reset":

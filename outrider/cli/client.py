@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
@@ -21,6 +23,9 @@ from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 DEFAULT_ADDRESS = "127.0.0.1:50050"  # where a gateway listens by default
 CANCELLED = 130  # exit code after Ctrl-C, as shells have it
+BROKEN_PIPE = 141  # and after the reader of standard output has left
+
+_NO_CONNECTION = "failed to connect"  # as gRPC says it
 
 Result = TypeVar("Result")
 
@@ -93,16 +98,29 @@ def connect(address: str, security: ClientSecurity = NO_SECURITY) -> grpc.aio.Ch
 def run(command: Coroutine[Any, Any, Result]) -> Result:
     """Runs a client command to its end. A failed call is one line and exit code 1, Ctrl-C exit code 130."""
     try:
-        return asyncio.run(command)
+        with ended_by_reader():
+            return asyncio.run(command)
     except grpc.aio.AioRpcError as error:
         fail(describe(error))
     except KeyboardInterrupt:
         raise typer.Exit(CANCELLED) from None
 
 
+@contextmanager
+def ended_by_reader() -> Iterator[None]:
+    """Ends the command with exit code 141 where the reader of standard output, such as `head`, has left."""
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes what is left when it exits
+        raise typer.Exit(BROKEN_PIPE) from None
+
+
 def describe(error: grpc.aio.AioRpcError) -> str:
     """One line that names the code, the field where one is to blame, and what was wrong with it."""
     status = rpc_status.from_call(error)
+    if status is None and _NO_CONNECTION in (error.details() or ""):
+        return f"{error.code().name}: {error.details()}; `outrider up` starts a gateway, --address names another"
     known = from_status(status) if status is not None else None
     message = " ".join((known.message if known else error.details() or "no details").split())
     if isinstance(known, InvalidArgument) and not message.startswith(known.field):

@@ -84,6 +84,7 @@ def test_marked_drafts_are_the_answer_with_brackets(cluster: Cluster) -> None:
         (["--stop-token-id", "999999"], "INVALID_ARGUMENT", "stop_token_ids"),
         (["--model", "other"], "NOT_FOUND", "other"),
         (["--address", "127.0.0.1:1"], "UNAVAILABLE", "127.0.0.1:1"),
+        (["--address", "127.0.0.1:1"], "UNAVAILABLE", "`outrider up` starts a gateway"),
     ],
 )
 def test_an_error_is_one_line_that_names_code_and_field(
@@ -120,6 +121,23 @@ def test_ctrl_c_cancels_the_request_everywhere() -> None:
         _, errors = process.communicate(timeout=10)
         assert (process.returncode, errors) == (130, b"")
         eventually(lambda: cluster.targets[0].metric("outrider_num_sequences") == 0, seconds=2)
+
+
+@pytest.mark.parametrize("arguments", [("generate", PROMPT), ("chat",)])
+def test_a_reader_that_leaves_ends_the_command(cluster: Cluster, arguments: tuple[str, ...]) -> None:
+    process = subprocess.Popen(
+        command(*arguments, "--address", cluster.gateway.address, "--max-new-tokens", "4000", "--ignore-eos"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    process.stdin.write(b"one\ntwo\n")
+    process.stdin.flush()
+    assert process.stdout.read(1)
+    process.stdout.close()  # as head does
+    assert (process.wait(timeout=30), process.stderr.read()) == (141, b"")
+    eventually(lambda: cluster.targets[0].metric("outrider_num_sequences") == 0, seconds=2)
 
 
 def test_bench_compares_with_no_draft(cluster: Cluster, tmp_path) -> None:
