@@ -7,6 +7,8 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP
 # Options for pytest: make test ARGS="-k lossless"
 ARGS ?=
 WORKERS ?= 2
+# For the tests of the Triton forms where torch is a CPU build: a CUDA build brings the one release that it works with.
+TRITON := triton==3.6.0
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check format stubs clean
@@ -49,6 +51,7 @@ $(VENV)/.demo $(VENV)/.test: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)
 	@$(INSTALL) setuptools
 	@$(INSTALL) --no-build-isolation --editable '.[$*]'
 	@$(if $(filter test,$*),$(INSTALL) --no-deps speculators)
+	@$(if $(filter test,$*),$(BIN)/python -c 'import triton' 2>/dev/null || [ "$$(uname)" != Linux ] || $(INSTALL) '$(TRITON)')
 	@touch $@
 
 # The generator stays at the floor of what its output must load on, so it has an environment of its own.

@@ -11,7 +11,7 @@ import ctypes
 
 import torch
 
-from kernels import native
+from kernels import native, triton_forms
 from kernels.kv_cache import PAGE_SIZE, LayerCache
 from kernels.native import structs
 
@@ -28,12 +28,20 @@ def paged_attention(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
     first_position: torch.Tensor | None = None,
+    num_chain_rows: int | None = None,
 ) -> torch.Tensor:
     """Returns the attention output [T, nq, d] of q[T, nq, d].
 
     Row t belongs to sequence row_sequence[t], whose pages are page_tables[S, P] (int32), and sees the keys
-    first_position[s] (default 0) .. row_positions[t], of these the last `window`. sinks: [nq].
+    first_position[s] (default 0) .. row_positions[t], of these the last `window`. sinks: [nq]. The Triton form wants
+    the rows of a sequence together, and those of chains first: the first `num_chain_rows`, by default all of few rows.
     """
+    if triton_forms.wanted(q):
+        from kernels.triton_forms import attention as form
+
+        return form.paged_attention(
+            q, cache, page_tables, row_sequence, row_positions, scale, window, sinks, first_position, num_chain_rows
+        )
     library = native.library() if has_native_form(cache) else None
     if library is None:
         return paged_attention_torch(

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from kernels import native
+from kernels import native, triton_forms
 from kernels.attention import has_native_form, native_attention, native_rows, paged_attention
 from kernels.kv_cache import LayerCache, slots_of, write_kv
 from kernels.linear import PackedWeight, linear
@@ -63,13 +63,15 @@ class Rows:
     """Where the rows of a batch stand.
 
     positions and sequences: int32 [T]. page_tables: int32 [S, P]. first_positions: int32 [S], where each sequence
-    begins; None where all begin at 0.
+    begins; None where all begin at 0. num_chain_rows: so many rows, the first, stand in chains, the others in chunks of
+    prompts; None where it is not known (`paged_attention`).
     """
 
     positions: torch.Tensor
     sequences: torch.Tensor
     page_tables: torch.Tensor
     first_positions: torch.Tensor | None = None
+    num_chain_rows: int | None = None
 
     @cached_property
     def slots(self) -> torch.Tensor:
@@ -138,6 +140,7 @@ def attention_block_torch(
         block.window,
         block.sinks,
         rows.first_positions,
+        rows.num_chain_rows,
     )
     x += linear(attended.flatten(1), block.output)
 
@@ -145,7 +148,15 @@ def attention_block_torch(
 def _query_and_write_torch(block: AttentionBlock, rows: Rows, cache: LayerCache, inputs: torch.Tensor) -> torch.Tensor:
     """Stores keys and values of inputs [T, K], and returns the queries [T, nq, d]."""
     heads, kv_heads, width = block.num_heads, block.num_kv_heads, block.head_dim
-    qkv = linear(inputs, block.qkv).view(inputs.shape[0], -1, width)
+    qkv = linear(inputs, block.qkv)
+    if triton_forms.wanted(qkv):
+        from kernels.triton_forms.rope_kv import rope_and_write
+
+        table = block.rotary
+        where = rows.positions, rows.sequences, rows.page_tables
+        norms = block.q_norm, block.k_norm, block.eps
+        return rope_and_write(qkv[None], None, table.cos, table.sin, *where, cache, heads, *norms)
+    qkv = qkv.view(inputs.shape[0], -1, width)
     q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
     if block.q_norm is not None and block.k_norm is not None:
         q, k = _norm_heads(q, block.q_norm, block.eps), _norm_heads(k, block.k_norm, block.eps)

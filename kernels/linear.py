@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from kernels import native
+from kernels import native, triton_forms
 from kernels.native import arena, structs
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,8 @@ class PackedWeight:
         library = native.library() if _has_native_form(weight) else None
         if library is None:
             self.weight = weight.contiguous()
-            _choose_block_rows(self.weight, weight.dtype)
+            if not triton_forms.wanted(weight):
+                _choose_block_rows(self.weight, weight.dtype)
         else:
             self.weight = _pack(library, weight.contiguous())
             self.bias = None if bias is None else bias.float()
@@ -81,9 +82,14 @@ def linear(
     """
     if not isinstance(weight, PackedWeight):
         return linear_torch(x, weight, bias, out_dtype)
-    if weight.native is None:
-        return linear_torch(x, weight.weight, weight.bias, out_dtype)
-    return linear_native(x, weight.native, weight.kernel, out_dtype or x.dtype)
+    if weight.native is not None:
+        return linear_native(x, weight.native, weight.kernel, out_dtype or x.dtype)
+    if triton_forms.wanted(x):
+        from kernels.triton_forms import linear as form
+
+        if x.shape[0] <= form.MOST_ROWS:
+            return form.linear(x, weight.weight, weight.bias, out_dtype)
+    return linear_torch(x, weight.weight, weight.bias, out_dtype)
 
 
 def linear_native(

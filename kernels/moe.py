@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels import triton_forms
 from kernels.lanes import by_lanes
 from kernels.linear import PackedWeight, linear
 from kernels.mxfp4 import Mxfp4Weight, mxfp4_linear
@@ -36,12 +37,26 @@ def route(x: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tensor
 
     Logits and softmax are float32.
     """
+    if triton_forms.wanted(x):
+        return _route_triton(x, experts)
     logits = linear(x, experts.router, out_dtype=torch.float32)
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
     weights = by_lanes(torch.exp, ordered - ordered[:, :1])
     chosen = weights[:, : experts.top_k]
     total = chosen if experts.normalize else weights
     return ids[:, : experts.top_k], chosen / total.sum(-1, keepdim=True)
+
+
+def _route_triton(x: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
+    from kernels.triton_forms.linear import MOST_ROWS, linear_parts
+    from kernels.triton_forms.router import choose_experts
+
+    router = experts.router
+    if x.shape[0] <= MOST_ROWS:
+        parts, bias = linear_parts(x, router.weight), router.bias
+    else:
+        parts, bias = linear(x, router, out_dtype=torch.float32)[None], None
+    return choose_experts(parts, bias, experts.top_k, experts.normalize)
 
 
 def moe(x: torch.Tensor, experts: Experts) -> torch.Tensor:

@@ -6,11 +6,15 @@ import ctypes
 
 import torch
 
-from kernels import native
+from kernels import native, triton_forms
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Normalises the rows of x[T, H] and scales them by weight[H]."""
+    if triton_forms.wanted(x):
+        from kernels.triton_forms import rms_norm as form
+
+        return form.rms_norm(x, weight, eps)
     library = native.library() if x.device.type == "cpu" else None
     return rms_norm_torch(x, weight, eps) if library is None else _rms_norm_native(library, x, weight, eps)
 
@@ -27,6 +31,10 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (rms_norm(x + residual), x + residual) for x and residual of shape [T, H]."""
+    if triton_forms.wanted(x):
+        from kernels.triton_forms import rms_norm as form
+
+        return form.add_rms_norm(x[None], residual, weight, eps)
     total = x + residual
     return rms_norm(total, weight, eps), total
 

@@ -39,6 +39,7 @@ def build_batch(work: list[Work], tables: PageTables) -> ForwardBatch:
         token_ids += sequence.advance.draft_token_ids[: item.count - 1]
         positions += range(item.start, item.start + item.count)
         slots += [sequence.slot] * item.count
+    num_chain_rows = len(token_ids)
     columns = (
         torch.tensor(token_ids, dtype=torch.int64),
         torch.tensor(positions, dtype=torch.int32),
@@ -47,7 +48,7 @@ def build_batch(work: list[Work], tables: PageTables) -> ForwardBatch:
     if chunks:
         columns = _with_chunks(*columns, chunks)
     ids, at, rows_of = (column.to(tables.rows.device) for column in columns)
-    return ForwardBatch(ids, at, rows_of, tables.rows)
+    return ForwardBatch(ids, at, rows_of, tables.rows, num_chain_rows)
 
 
 def _with_chunks(

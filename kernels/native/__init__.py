@@ -1,7 +1,7 @@
 """The native form: small C sources, compiled for this processor at first use and kept in the user's cache folder.
 
-OUTRIDER_KERNELS chooses the form on CPUs: `auto` (native where a compiler is found), `native` (or an error) or
-`torch`.
+OUTRIDER_KERNELS chooses the form: `auto` (on CPUs native where a compiler is found, on CUDA Triton's where it is
+installed), `native` (or an error), `torch`, or `triton` (on CPUs too, in its interpreter: for tests).
 """
 
 from __future__ import annotations
@@ -18,23 +18,29 @@ import torch
 from kernels.native.build import BuildError, compiled_library
 
 _log = logging.getLogger(__name__)
-_FORMS = ("auto", "native", "torch")
+_FORMS = ("auto", "native", "torch", "triton")
 
 _forced: str | None = None
 _library: ctypes.CDLL | None = None
 _tried = False
 
 
+def current_form() -> str:
+    """Returns the form asked for: one of `_FORMS`. Raises ValueError for an unknown OUTRIDER_KERNELS."""
+    form = _forced or _requested()
+    if form not in _FORMS:
+        raise ValueError(f"OUTRIDER_KERNELS: expected one of {', '.join(_FORMS)}, found {form!r}")
+    return form
+
+
 def library() -> ctypes.CDLL | None:
-    """Returns the compiled kernels, or None where the PyTorch form is to be used.
+    """Returns the compiled kernels, or None where another form is to be used.
 
     Raises ValueError for an unknown OUTRIDER_KERNELS, BuildError where `native` is demanded and cannot be had.
     """
     global _library, _tried
-    form = _forced or _requested()
-    if form not in _FORMS:
-        raise ValueError(f"OUTRIDER_KERNELS: expected one of {', '.join(_FORMS)}, found {form!r}")
-    if form == "torch":
+    form = current_form()
+    if form in ("torch", "triton"):
         return None
     if not _tried:
         _tried = True

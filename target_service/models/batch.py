@@ -13,12 +13,14 @@ class ForwardBatch:
 
     token_ids: int64 [T]. positions: int32 [T], ascending within a sequence. row_sequence: int32 [T], which of the S
     sequences a row belongs to. page_tables: int32 [S, P], each sequence's pages in the cache, long enough for its rows.
+    num_chain_rows: so many rows, the first, stand in chains; None where it is not known.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     row_sequence: torch.Tensor
     page_tables: torch.Tensor
+    num_chain_rows: int | None = None
 
 
 @dataclass(frozen=True)

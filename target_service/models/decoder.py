@@ -78,7 +78,7 @@ class Model:
         `boundaries` are those of HiddenStates in the contract: 0 the embedding's output, N the last layer's, N + 1
         the same after the final norm.
         """
-        rows = Rows(batch.positions, batch.row_sequence, batch.page_tables)
+        rows = Rows(batch.positions, batch.row_sequence, batch.page_tables, num_chain_rows=batch.num_chain_rows)
         x = self._embedding[batch.token_ids]
         aux = {}
         for index, (layer, cache) in enumerate(zip(self._layers, kv_cache.layers, strict=True)):

@@ -61,7 +61,7 @@ def test_the_switch(monkeypatch, value, is_native):
 
 def test_an_unknown_form_is_refused(monkeypatch):
     monkeypatch.setenv("OUTRIDER_KERNELS", "fast")
-    with pytest.raises(ValueError, match="OUTRIDER_KERNELS: expected one of auto, native, torch, found 'fast'"):
+    with pytest.raises(ValueError, match="OUTRIDER_KERNELS: expected one of auto, native, torch, triton, found 'fast'"):
         native.library()
 
 

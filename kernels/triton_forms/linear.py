@@ -1,0 +1,115 @@
+"""Linear layers of few rows: bound by reading the weight, which every program does once, a tile of outputs each.
+
+Tiles and the splits of the inputs follow from the weight's shape alone, and a tile has sixteen rows whether they are
+there or not, so a row's bits are its own. With more rows more tiles read the same weight, at once, out of the L2 cache;
+from MOST_ROWS on the library's product is faster, and its bits are not those of few rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton_forms.parts import sum_parts
+
+MOST_ROWS = 64
+_TILE_ROWS = 16
+_BLOCK_K = 64
+_PROGRAMS = 264  # two for each multiprocessor of an H200; a constant, since the splits follow from it
+_MOST_SPLITS = 16
+_WIDE = 16384
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """The Triton form of `kernels.linear.linear`: [T, N] in `dtype`, x's by default."""
+    dtype = dtype or x.dtype
+    if split_inputs(*weight.shape)[0] > 1:
+        return sum_parts(linear_parts(x, weight), bias, dtype)
+    return _launch(x, weight, bias, dtype)[0]
+
+
+def linear_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Returns x[T, K] @ weight[N, K].T as partial sums, float32 [S, T, N], for the kernel that follows to add up."""
+    return _launch(x, weight, None, torch.float32)
+
+
+def split_inputs(outputs: int, inputs: int) -> tuple[int, int]:
+    """How many partial sums an output has, as fill the device, and how many inputs each of them spans."""
+    wanted = triton.cdiv(_PROGRAMS, triton.cdiv(outputs, _tile_outputs(outputs)))
+    splits = max(1, min(wanted, _MOST_SPLITS, inputs // (2 * _BLOCK_K)))
+    span = triton.cdiv(triton.cdiv(inputs, splits), _BLOCK_K) * _BLOCK_K
+    return triton.cdiv(inputs, span), span
+
+
+def _tile_outputs(outputs: int) -> int:
+    return 128 if outputs >= _WIDE else 32
+
+
+def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    x = x.contiguous()
+    rows, inputs = x.shape
+    outputs = weight.shape[0]
+    if weight.shape[1] != inputs or not weight.is_contiguous():
+        raise ValueError(f"linear: expected a contiguous weight [N, {inputs}], found {list(weight.shape)}")
+    (splits, span), tile = split_inputs(outputs, inputs), _tile_outputs(outputs)
+    out = torch.empty(splits, rows, outputs, dtype=dtype, device=x.device)
+    if rows:
+        _linear[(triton.cdiv(rows, _TILE_ROWS), triton.cdiv(outputs, tile), splits)](
+            x,
+            weight,
+            bias,
+            out,
+            rows,
+            outputs,
+            INPUTS=inputs,
+            SPAN=span,
+            BLOCK_M=_TILE_ROWS,
+            BLOCK_N=tile,
+            BLOCK_K=_BLOCK_K,
+            PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+            num_warps=4,
+            num_stages=5,
+        )
+    return out
+
+
+@triton.jit
+def _linear(
+    x,
+    weight,
+    bias,
+    out,
+    rows,
+    outputs,
+    INPUTS: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(2)
+    begin = split * SPAN
+    k = begin + tl.arange(0, BLOCK_K)
+    x_places = x + row[:, None] * INPUTS + k[None, :]
+    weight_places = weight + column[:, None].to(tl.int64) * INPUTS + k[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for offset in range(0, SPAN, BLOCK_K):
+        there = begin + offset + tl.arange(0, BLOCK_K) < INPUTS
+        a = tl.load(x_places + offset, mask=(row[:, None] < rows) & there[None, :], other=0.0)
+        b = tl.load(
+            weight_places + offset,
+            mask=(column[:, None] < outputs) & there[None, :],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        acc = tl.dot(a, tl.trans(b.to(a.dtype)), acc, input_precision=PRECISION)
+    if bias is not None:
+        acc += tl.load(bias + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
+    place = (split * rows + row[:, None]).to(tl.int64) * outputs + column[None, :]
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=(row[:, None] < rows) & (column[None, :] < outputs))

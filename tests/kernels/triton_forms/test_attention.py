@@ -1,0 +1,108 @@
+"""Paged attention: chains, prompts and windows against the PyTorch form, and bits that no neighbour changes."""
+
+import pytest
+import torch
+
+from kernels.attention import paged_attention_torch
+from kernels.kv_cache import KVCache, slots_of
+from kernels.triton_forms.attention import paged_attention
+from tests.kernels.triton_forms.conftest import DTYPES, INTERPRETED, close
+
+HEADS, KV_HEADS, WIDTH = 6, 2, 24
+LENGTHS = (600, 70)
+
+OPTIONS = {
+    "full": {},
+    "window": {"window": 40},
+    "wide window": {"window": 150},
+    "first": {"first_positions": [520, 3]},
+    "sinks": {"sinks": True},
+    "all": {"window": 90, "sinks": True, "first_positions": [560, 65]},
+}
+# In the interpreter, which is slow, half precision meets all options at once only.
+CASES = [
+    pytest.param(options, dtype, id=f"{name}-{dtype}")
+    for name, options in OPTIONS.items()
+    for dtype in DTYPES
+    if dtype == torch.float32 or name == "all" or not INTERPRETED
+]
+
+
+class Scene:
+    """Two sequences in shuffled pages, the rest of the cache not a number, and chains at their ends."""
+
+    def __init__(self, random, dtype):
+        self.dtype, self.random = dtype, random
+        self.device = random(1).device
+        self.cache = KVCache(1, 16, KV_HEADS, WIDTH, dtype, self.device)
+        for tensor in (self.cache.layers[0].keys, self.cache.layers[0].values):
+            tensor.fill_(torch.nan)
+        pages = torch.randperm(16, generator=torch.Generator().manual_seed(1)).int()
+        self.tables = torch.zeros(2, 10, dtype=torch.int32)
+        self.tables[0], self.tables[1, :2] = pages[:10], pages[10:12]
+        self.tables = self.tables.to(self.device)
+        for s, length in enumerate(LENGTHS):
+            positions = torch.arange(length).int().to(self.device)
+            k, v = random(length, KV_HEADS, WIDTH).to(dtype), random(length, KV_HEADS, WIDTH).to(dtype)
+            self.cache.write(0, k, v, slots_of(self.tables, torch.full_like(positions, s), positions))
+        self.sinks = random(HEADS)
+
+    def rows(self, *places):
+        sequences, positions = torch.tensor(places).int().T.contiguous().to(self.device)
+        return self.random(len(places), HEADS, WIDTH).to(self.dtype), sequences, positions
+
+    def attend(self, form, q, sequences, positions, options, **more):
+        options = dict(options)
+        if options.get("sinks"):
+            options["sinks"] = self.sinks
+        first = options.pop("first_positions", None)
+        name = "first_position" if form is paged_attention_torch else "first_positions"
+        if first:
+            options[name] = torch.tensor(first).int().to(self.device)
+        return form(q, self.cache.layers[0], self.tables, sequences, positions, 0.2, **options, **more)
+
+
+@pytest.mark.parametrize(("options", "dtype"), CASES)
+def test_chains(random, dtype, options):
+    scene = Scene(random, dtype)
+    # A chain of five rows behind one of two, and then their neighbours in other tiles.
+    q, sequences, positions = scene.rows((1, 68), (1, 69), *((0, p) for p in range(595, 600)))
+    found = scene.attend(paged_attention, q, sequences, positions, options)
+    close(found, scene.attend(paged_attention_torch, q, sequences, positions, options), dtype)
+    for row in (0, 1, 3):
+        part = slice(row, row + 1)
+        alone = scene.attend(paged_attention, q[part], sequences[part], positions[part], options)
+        assert torch.equal(alone[0], found[row])
+    assert torch.equal(scene.attend(paged_attention, q[3:], sequences[3:], positions[3:], options), found[3:])
+
+
+def test_room_in_the_tables_leaves_the_bits(random):
+    scene = Scene(random, torch.float32)
+    q, sequences, positions = scene.rows((0, 599), (0, 600 - 40))
+    found = scene.attend(paged_attention, q, sequences, positions, {"sinks": True})
+    scene.tables = torch.nn.functional.pad(scene.tables, (0, 150))
+    assert torch.equal(scene.attend(paged_attention, q, sequences, positions, {"sinks": True}), found)
+
+
+@pytest.mark.parametrize(("options", "dtype"), CASES)
+def test_prompts(random, dtype, options):
+    scene = Scene(random, dtype)
+    firsts = options.get("first_positions", [0, 0])
+    begin = max(578, firsts[0])
+    places = [(0, p) for p in range(begin, 600)] + [(1, p) for p in range(max(60, firsts[1]), 70)]
+    q, sequences, positions = scene.rows(*places)
+    found = scene.attend(paged_attention, q, sequences, positions, options, num_chain_rows=0)
+    close(found, scene.attend(paged_attention_torch, q, sequences, positions, options), dtype)
+    for begin, end in ((0, 7), (7, len(places))):  # other chunks
+        part = slice(begin, end)
+        chunk = scene.attend(paged_attention, q[part], sequences[part], positions[part], options, num_chain_rows=0)
+        assert torch.equal(chunk, found[part])
+
+
+def test_chains_before_prompts(random):
+    scene = Scene(random, torch.float32)
+    places = [(1, 68), (1, 69)] + [(0, p) for p in range(580, 600)]
+    q, sequences, positions = scene.rows(*places)
+    mixed = scene.attend(paged_attention, q, sequences, positions, {}, num_chain_rows=2)
+    assert torch.equal(mixed[:2], scene.attend(paged_attention, q[:2], sequences[:2], positions[:2], {}))
+    close(mixed, scene.attend(paged_attention_torch, q, sequences, positions, {}), torch.float32)

@@ -1,0 +1,57 @@
+"""Linear layers of few rows, their partial sums, and the router."""
+
+import pytest
+import torch
+
+from kernels import native
+from kernels.linear import linear, pack_weight
+from kernels.moe import Experts, route
+from kernels.triton_forms.linear import linear_parts, split_inputs
+from tests.kernels.triton_forms.conftest import close
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(70, 300), (33, 64), (100, 130)])
+def test_values_and_bits(random, dtype, outputs, inputs):
+    weight, bias = (random(outputs, inputs) * inputs**-0.5).to(dtype), random(outputs).to(dtype)
+    packed, x = pack_weight(weight, bias), random(19, inputs).to(dtype)
+    for out_dtype in (dtype, torch.float32):
+        together = linear(x, packed, out_dtype=out_dtype)
+        close(together, x.float() @ weight.float().T + bias.float(), dtype)
+        assert together.dtype == out_dtype
+        for rows in (slice(0, 1), slice(4, 5), slice(3, 11), slice(11, 19)):
+            assert torch.equal(linear(x[rows], packed, out_dtype=out_dtype), together[rows])
+
+
+def test_partial_sums_are_of_fixed_spans(random):
+    weight, x = random(40, 520), random(3, 520)
+    parts = linear_parts(x, weight)
+    assert split_inputs(40, 520) == (3, 192)
+    assert parts.shape == (3, 3, 40)
+    for part, begin in enumerate(range(0, 520, 192)):
+        span = slice(begin, begin + 192)
+        close(parts[part], x[:, span] @ weight[:, span].T, torch.float32)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_router(random, dtype, normalize):
+    router = pack_weight((random(12, 300) * 0.06).to(dtype), random(12).to(dtype))
+    experts, x = Experts(router, [], [], 3, 1.0, 7.0, normalize=normalize), random(8, 300).to(dtype)
+    ids, shares = route(x, experts)
+    with native.form("torch"):
+        wide = Experts(
+            pack_weight(router.weight.float(), router.bias.float()), [], [], 3, 1.0, 7.0, normalize=normalize
+        )
+        expected_ids, expected = route(x.float(), wide)
+    assert torch.equal(ids, expected_ids)
+    close(shares, expected, torch.float32)
+    for row in range(0, 8, 3):
+        alone = route(x[row : row + 1], experts)
+        assert torch.equal(alone[0][0], ids[row])
+        assert torch.equal(alone[1][0], shares[row])
+
+
+def test_ties_go_to_the_lowest_expert(random):
+    experts = Experts(pack_weight(torch.zeros(12, 64, device=random(1).device)), [], [], 3, 1.0, 7.0)
+    ids, shares = route(random(2, 64), experts)
+    assert ids.tolist() == [[0, 1, 2]] * 2
+    close(shares, torch.full_like(shares, 1 / 3), torch.float32)
