@@ -72,8 +72,18 @@ def speed_table(speed: Speed) -> str:
             _table(header, rows),
             f"best K: {best.draft_tokens}. round: wall time in the running services; target, draft: their steps timed "
             "alone, each in a process of its own; outside: the rest of the round.",
+            "",
+            "A round by the services' own clocks, means:",
+            _stage_table(speed),
         ]
     )
+
+
+def _stage_table(speed: Speed) -> str:
+    """Where a round's time went at each K, by the stages of outrider_round_duration_seconds."""
+    stages = list(next(iter(speed.stages.values()), {}))
+    rows = [[str(chain), *(_milliseconds(times[stage]) for stage in stages)] for chain, times in speed.stages.items()]
+    return _table(["K", *stages], rows)
 
 
 def _milliseconds(seconds: float) -> str:

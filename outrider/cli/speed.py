@@ -9,9 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import urllib.request
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.cli import client, load
 from outrider.cli.load import Measurement
@@ -20,6 +24,7 @@ from outrider.cli.statistics import percentile
 from outrider.v1 import draft_pb2, draft_pb2_grpc, gateway_pb2, gateway_pb2_grpc
 
 _WARM_UP_TOKENS = 16
+_ROUNDS = "rounds"
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,8 @@ class Speed:
 
     measurements: list[Measurement]
     breakdowns: dict[int, Breakdown] = field(default_factory=dict)
+    # Mean seconds of a round's stages at each K, as the services' own clocks have them.
+    stages: dict[int, dict[str, float]] = field(default_factory=dict)
     transformers: float | None = None
     # Threads that each model computed with.
     threads: dict[str, int] = field(default_factory=dict)
@@ -58,6 +65,7 @@ class Speed:
                     "target_step": parts.target_step,
                     "draft_step": parts.draft_step,
                     "outside": parts.outside,
+                    "stages": self.stages.get(chain, {}),
                 }
                 for chain, parts in self.breakdowns.items()
             },
@@ -82,11 +90,29 @@ async def take_apart(
         result = Speed([])
         for chain in chains:
             await client.generate(stub, load.with_chain(warm_up, chain))
+            before = await asyncio.to_thread(_stage_totals, pair["gateway"].metrics)
             result.measurements.append(await load.measure(stub, requests, 1, chain))
+            after = await asyncio.to_thread(_stage_totals, pair["gateway"].metrics)
+            gained = {name: after[name] - before[name] for name in after}
+            if rounds := gained.pop(_ROUNDS, 0.0):
+                result.stages[chain] = {stage: seconds / rounds for stage, seconds in gained.items()}
     await _time_steps(options, boundaries, result)
     if transformers:
         await _time_transformers(options, requests[0].max_new_tokens, result)
     return result
+
+
+def _stage_totals(metrics_address: str) -> dict[str, float]:
+    """Seconds of all rounds so far by stage, and how many there were."""
+    totals: defaultdict[str, float] = defaultdict(float)
+    with urllib.request.urlopen(f"http://{metrics_address}/metrics", timeout=10) as answer:
+        for family in text_string_to_metric_families(answer.read().decode()):
+            for sample in family.samples:
+                if sample.name == "outrider_round_duration_seconds_sum":
+                    totals[sample.labels["stage"]] += sample.value
+                elif sample.name == "outrider_round_duration_seconds_count" and sample.labels["stage"] == "verify":
+                    totals[_ROUNDS] += sample.value
+    return totals
 
 
 async def _aux_boundaries(draft_address: str) -> list[int]:

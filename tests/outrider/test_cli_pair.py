@@ -197,13 +197,15 @@ def test_bench_takes_the_rounds_of_a_pair_apart(pair: tuple[Path, Path], tmp_pat
         env=ONE_THREAD,
     )
     assert done.returncode == 0, done.stderr
-    about, header, _, reference, plain, drafted, best = done.stdout.splitlines()
+    about, header, _, reference, plain, drafted, best, _, _, stages, _, *clocks = done.stdout.splitlines()
     assert (
         about.endswith("threads: target 1, draft 1, transformers 1")
         and header.split()[0] == "K"
         and best.startswith("best K: ")
     )
     assert [line.split()[0] for line in (reference, plain, drafted)] == ["transformers", "0", "2"]
+    assert stages.split() == ["K", "queue", "verify", "draft", "transport", "gateway"]
+    assert [line.split()[0] for line in clocks] == ["0", "2"]
     figures = json.loads(file.read_text())
     assert figures["transformers_tokens_per_second"] > 0
     assert [load["draft_tokens"] for load in figures["loads"]] == [0, 2]
@@ -211,4 +213,6 @@ def test_bench_takes_the_rounds_of_a_pair_apart(pair: tuple[Path, Path], tmp_pat
         parts = figures["rounds"][chain]
         assert 0 < parts["target_step"] < time.monotonic() - began
         assert parts["outside"] == pytest.approx(parts["wall"] - parts["target_step"] - parts["draft_step"])
+    without, stages = figures["rounds"]["0"]["stages"], figures["rounds"]["2"]["stages"]
+    assert without["draft"] == 0 < min(without["verify"], without["transport"], without["gateway"], stages["draft"])
     assert figures["rounds"]["0"]["draft_step"] == 0 < figures["rounds"]["2"]["draft_step"]
