@@ -1,4 +1,4 @@
-"""The overlays' containers, run as processes: they start in their order, answer their probes, serve, reload and drain."""
+"""The containers of the overlays, run as processes: they start in order, answer probes, serve, reload and drain."""
 
 from __future__ import annotations
 
