@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +14,9 @@ from kernels.lanes import by_lanes
 from kernels.linear import PackedWeight, linear
 from kernels.mxfp4 import Mxfp4Weight, mxfp4_linear
 from kernels.swiglu import clamped_swiglu
+
+if TYPE_CHECKING:
+    from kernels.triton_forms.mxfp4 import PackedExperts
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,15 @@ class Experts:
     limit: float
     offset: float = 1.0
     normalize: bool = True
+
+    @cached_property
+    def packed(self) -> tuple[PackedExperts, PackedExperts] | None:
+        """gate_up and down as the Triton form takes them, laid out at first use; None where it does not."""
+        from kernels.triton_forms.mxfp4 import can_pack, pack_weights
+
+        if not self.gate_up or not can_pack([*self.gate_up, *self.down]):
+            return None
+        return pack_weights(self.gate_up), pack_weights(self.down)
 
 
 def route(x: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,6 +76,12 @@ def _route_triton(x: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torc
 def moe(x: torch.Tensor, experts: Experts) -> torch.Tensor:
     """Returns the mixture's output [T, H] for x[T, H]; experts' results are added in the order of their rank."""
     ids, shares = route(x, experts)
+    if triton_forms.wanted(x) and experts.packed is not None:
+        from kernels.triton_forms import experts as form
+        from kernels.triton_forms.parts import sum_parts
+
+        activation = form.Activation(experts.alpha, experts.limit, experts.offset)
+        return sum_parts(form.moe_parts(x, ids, shares, *experts.packed, activation), None, x.dtype)
     outputs = x.new_empty(*ids.shape, x.shape[1])
     for expert in ids.unique().tolist():
         rows, ranks = torch.where(ids == expert)

@@ -6,8 +6,9 @@ Nothing here has run on a device yet. All of it runs in Triton's interpreter (TR
 float16, where the tests compare it with the PyTorch forms; block sizes are guesses for an H200 until measured.
 
 Rows keep their bits: a tile has the same shape for 1 to 8 rows, sums over inputs and keys are split at places that
-depend on the shape of the weight and on absolute positions only, and their parts are added in one order. Partial sums
-have the form float32 [S, T, N] (`sum_parts`), and whoever reads them next adds them up itself.
+depend on the shape of the weight and on absolute positions only, and their parts are added in one order. Kernels are
+not specialised for the numbers that change with the batch, so that a row alone runs the code of rows together.
+Partial sums have the form float32 [S, T, N] (`parts.py`), and whoever reads them next adds them up itself.
 """
 
 from __future__ import annotations

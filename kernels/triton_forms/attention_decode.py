@@ -90,7 +90,7 @@ def split_attention(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "table_width", "splits"])
 def _attend_split(
     q,
     keys,
@@ -161,7 +161,7 @@ def _attend_split(
     tl.store(stats + place * 2 + 1, total, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _merge_splits(
     parts,
     stats,

@@ -62,7 +62,7 @@ def prefill_attention(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "table_width"])
 def _attend_prefill(
     q,
     keys,

@@ -59,7 +59,7 @@ def window_attention(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width"])
 def _attend_window(
     q,
     keys,

@@ -76,7 +76,7 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dt
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _linear(
     x,
     weight,

@@ -31,7 +31,7 @@ def sum_parts_of_row(parts, bias, row, rows, width, columns, inside, NUM_PARTS: 
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _sum_parts(parts, bias, out, rows, width, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

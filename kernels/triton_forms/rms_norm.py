@@ -58,7 +58,7 @@ def _launch(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _add_rms_norm(
     parts, bias, residual, weight, total, out, eps, rows, width, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):

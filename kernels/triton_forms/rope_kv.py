@@ -68,7 +68,7 @@ def rope_and_write(
     return q
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "table_width"])
 def _rope_and_write(
     parts,
     bias,

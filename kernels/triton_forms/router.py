@@ -38,7 +38,7 @@ def choose_experts(
     return ids, shares
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _choose_experts(
     parts,
     bias,

@@ -1,0 +1,86 @@
+"""MXFP4 experts: their layout, few rows, many rows, and bits that no neighbour changes."""
+
+import pytest
+import torch
+
+from kernels import native
+from kernels.linear import pack_weight
+from kernels.moe import Experts, moe
+from kernels.mxfp4 import Mxfp4Weight, dequantize_mxfp4
+from kernels.triton_forms import experts as form
+from kernels.triton_forms.mxfp4 import pack_experts
+from tests.kernels.triton_forms.conftest import close
+
+COUNT, HIDDEN, INTERMEDIATE, TOP_K = 4, 64, 64, 2
+
+
+def published(outputs, inputs, device):
+    generator = torch.Generator().manual_seed(outputs)
+    blocks = torch.randint(256, (COUNT, outputs, inputs // 32, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(120, 124, (COUNT, outputs, inputs // 32), dtype=torch.uint8, generator=generator)
+    return blocks.to(device), scales.to(device)
+
+
+@pytest.fixture
+def layer(random, dtype):
+    router = pack_weight(random(COUNT, HIDDEN).to(dtype), random(COUNT).to(dtype))
+    halves = []
+    for outputs, inputs in ((2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)):
+        biases = random(COUNT, outputs).to(dtype)
+        tensors = zip(*published(outputs, inputs, biases.device), biases, strict=True)
+        halves.append([Mxfp4Weight(blocks, scales, bias, dtype) for blocks, scales, bias in tensors])
+    return Experts(router, *halves, TOP_K, 1.702, 7.0)
+
+
+def expected(x, layer):
+    with native.form("torch"):
+        return moe(x, layer)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_few_rows(random, dtype, layer, rows):
+    x = random(rows, HIDDEN).to(dtype)
+    assert layer.packed is not None
+    together = moe(x, layer)
+    close(together, expected(x, layer), dtype)
+    for row in range(0, rows, 4):
+        assert torch.equal(moe(x[row : row + 1], layer)[0], together[row])
+
+
+def test_more_rows_have_the_bits_of_few(random, dtype, layer):
+    x = random(18, HIDDEN).to(dtype)
+    together = moe(x, layer)
+    close(together, expected(x, layer), dtype)
+    for rows in (slice(0, 3), slice(17, 18)):
+        assert torch.equal(moe(x[rows], layer), together[rows])
+
+
+def test_a_prompt(random, layer, dtype, monkeypatch):
+    monkeypatch.setattr(form, "MOST_ROWS_OF_SMALL_TILES", 16)
+    x = random(80, HIDDEN).to(dtype)
+    close(moe(x, layer), expected(x, layer), dtype)
+
+
+def test_the_layout_is_what_the_instructions_unpack():
+    """UNPACK's shifts and masks, on words."""
+    blocks, scales = published(4, 128, "cpu")  # four experts, four outputs
+    packed = pack_experts(blocks, scales, None)
+    words = packed.values.view(torch.int32).long() & 0xFFFFFFFF
+    mask = 0x81C081C0
+    pairs = [words & mask, (words << 3) & mask, (words << 6) & mask]
+    pairs.append((words << 5) & 0x80008000 | (words >> 6) & 0x01800180 | (words >> 5) & 0x00400040)
+    halves = torch.stack([pair >> shift & 0xFFFF for pair in pairs for shift in (0, 16)], dim=-1)
+    values = (halves << 16).int().view(torch.float32) * 2.0**126  # four of the low half, four of the high one
+    low, high = values[..., :4].flatten(-2), values[..., 4:].flatten(-2)
+    # Words [E, 1, N] of four scales: of the low half's two blocks, then of the high half's.
+    scale = packed.scales.view(4, 4, 1).view(torch.uint8)
+    scale = (scale.float() - 127).exp2().repeat_interleave(32, dim=-1)
+    assert torch.equal(torch.cat((low, high), dim=-1) * scale, dequantize_mxfp4(blocks, scales, torch.float32))
+
+
+def test_what_cannot_be_packed():
+    blocks, scales = published(4, 96, "cpu")
+    with pytest.raises(ValueError, match="an even number of blocks in a row, found 3"):
+        pack_experts(blocks, scales, None)
+    with pytest.raises(ValueError, match="expected scales up to 128, found 129"):
+        pack_experts(blocks[:, :, :2], torch.full_like(scales[:, :, :2], 129), None)
