@@ -7,6 +7,7 @@ from pathlib import Path
 
 from deploy.grafana import operations, speculation
 
+DIRECTORY = Path(__file__).parent
 DASHBOARDS = {"operations.json": operations.DASHBOARD, "speculation.json": speculation.DASHBOARD}
 
 
@@ -17,4 +18,4 @@ def text(file: str) -> str:
 
 if __name__ == "__main__":
     for name in DASHBOARDS:
-        Path(__file__).with_name(name).write_text(text(name))
+        (DIRECTORY / name).write_text(text(name))

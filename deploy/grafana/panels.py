@@ -20,7 +20,7 @@ DRAFT = f'{MODEL}, draft_model=~"$draft"'
 # Targets and drafts have series of the same names as the gateway.
 OF_GATEWAY = 'and on (instance) outrider_build_info{service="gateway"}'
 
-_VARIABLES = {
+VARIABLES = {
     "model": ("Model", "label_values(outrider_num_requests_running, model_name)"),
     "draft": ("Draft", 'label_values(outrider_spec_decode_num_drafts_total{model_name=~"$model"}, draft_model)'),
     "instance": ("Instance", "label_values(outrider_build_info, instance)"),
@@ -115,7 +115,7 @@ def mean(family: str, labels: str, by: str = "") -> str:
 
 def _variables() -> Iterator[dict[str, Any]]:
     yield {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus", "refresh": 1}
-    for name, (label, query) in _VARIABLES.items():
+    for name, (label, query) in VARIABLES.items():
         yield {
             "name": name,
             "label": label,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -53,3 +54,9 @@ def test_every_alert_says_what_it_means_and_has_its_runbook(name: str) -> None:
 def test_every_runbook_has_its_alert() -> None:
     pages = {str(page.relative_to(ROOT)) for page in (ROOT / "docs" / "runbooks").glob("*.md")}
     assert pages == {alert["annotations"]["runbook_url"] for alert in ALERTS.values()}
+
+
+def test_the_page_lists_every_alert() -> None:
+    page = (ROOT / "docs" / "monitoring.md").read_text()
+    listed = dict(re.findall(r"^\| \[(\w+)\]\(([\w/.-]+)\) \|", page, re.MULTILINE))
+    assert listed == {name: alert["annotations"]["runbook_url"].removeprefix("docs/") for name, alert in ALERTS.items()}

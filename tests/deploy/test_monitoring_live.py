@@ -1,0 +1,244 @@
+"""Prometheus scrapes the three real services under load: every expression has data, and every fault its alert.
+
+One scenario, since it takes a minute to start and to break everything. The rules are the real ones with shorter times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.grafana import build
+from deploy.grafana.panels import VARIABLES
+from tests.deploy.load import Load
+from tests.deploy.prometheus import WINDOW, Prometheus, quick, require
+from tests.drafts import write_tiny_draft
+from tests.end_to_end.services import Recorded, start_target
+from tests.end_to_end.trio import start_draft
+from tests.gateway.client import GREEDY, Client
+from tests.models import write_tiny_llama
+from tests.processes import Service
+from tests.scripted.cluster import eventually, scripted_draft, start_gateway
+
+ROOT = Path(__file__).parents[2]
+RULES = ROOT / "deploy" / "prometheus" / "rules.yaml"
+ALL = {"$model": ".*", "$draft": ".*", "$instance": ".*", "$__rate_interval": WINDOW}
+
+# So hot that both random models follow the noise that they share, and the draft is nearly always right.
+HOT = {"temperature": 50.0}
+ASKS = {"max_new_tokens": 60, "ignore_eos": True}
+WITH_DRAFT = {"k": 6, "sampling": HOT, **ASKS}
+PLAIN = {"k": 0, "sampling": HOT, **ASKS}
+SCRIPTED = {"k": 4, "sampling": GREEDY, "speculation": {"draft_model": "scripted-draft"}, **ASKS}
+RIGHT = {**SCRIPTED, "request_id": "pattern=right"}
+WRONG = {**SCRIPTED, "request_id": "pattern=wrong"}
+
+
+@dataclass
+class World:
+    """The services, what loads them, and who watches."""
+
+    target: Service
+    draft: Service
+    scripted: Service
+    gateway: Service
+    load: Load
+    prometheus: Prometheus
+
+    def labels(self, name: str, label: str) -> set[str]:
+        """The values of a label of the alerts of that name that fire."""
+        return {labels[label] for labels in self.prometheus.firing().get(name, ())}
+
+    def fires(self, *names: str, seconds: float = 30) -> dict[str, list[dict[str, str]]]:
+        """Waits until these alerts fire, and returns all that do."""
+        eventually(lambda: set(names) <= self.prometheus.firing().keys(), seconds)
+        return self.prometheus.firing()
+
+    def fires_only(self, *names: str, seconds: float = 30) -> dict[str, list[dict[str, str]]]:
+        """Waits until these alerts fire and no other."""
+        found: dict[str, list[dict[str, str]]] = {}
+
+        def so() -> bool:
+            nonlocal found
+            found = self.prometheus.firing()
+            return set(names) == found.keys()
+
+        try:
+            eventually(so, seconds)
+        except AssertionError:
+            raise AssertionError(f"expected {names} and nothing else, found {found}") from None
+        return found
+
+
+@contextlib.contextmanager
+def world(directory: Path) -> Iterator[World]:
+    """A target with a real draft and a scripted one, which only requests that name it get."""
+    model = write_tiny_llama(directory / "target", num_hidden_layers=40)
+    draft_model = write_tiny_draft(directory / "draft", draft_vocab_size=320)
+    recorded = Recorded(directory / "oracle.json")
+    with contextlib.ExitStack() as stack:
+        target = stack.enter_context(start_target(model, "--max-sequences", "6", "--kv-cache", "64MiB"))
+        draft = stack.enter_context(start_draft(draft_model, target.address))
+        scripted = stack.enter_context(scripted_draft(target.address, "--oracle", str(recorded.path)))
+        pair = f"{target.address}={draft.address},{scripted.address}:0%"
+        gateway = stack.enter_context(start_gateway([pair], "--recover-within", "1"))
+        eventually(lambda: gateway.metric("outrider_peer_available") == 3)
+        recorded.add([asyncio.run(record(gateway.address))])
+        addresses = {
+            f"outrider-{name}": service.metrics
+            for name, service in {"target": target, "draft": draft, "other-draft": scripted, "gateway": gateway}.items()
+        }
+        load = Load(gateway.address)
+        stack.callback(load.stop)
+        prometheus = stack.enter_context(Prometheus(directory / "prometheus", quick(RULES.read_text()), addresses))
+        prometheus.wait_ready()
+        yield World(target, draft, scripted, gateway, load, prometheus)
+
+
+async def record(address: str) -> Any:
+    """What the target answers to the scripted draft's requests."""
+    async with Client(address) as client:
+        return await client.generate(k=0, sampling=GREEDY, **ASKS)
+
+
+@pytest.mark.timeout(300)
+def test_every_expression_has_data_and_every_fault_its_alert(tmp_path: Path) -> None:
+    require("prometheus")
+    with world(tmp_path) as started:
+        healthy = {"draft": (2, WITH_DRAFT), "plain": (1, PLAIN)}
+        with started.load.running(**healthy):
+            with started.load.running(scripted=(1, RIGHT)):
+                check_expressions(started)
+                assert not started.prometheus.query("ALERTS"), "nothing fires or is about to"
+            check_a_bad_draft(started)
+            check_a_slow_target(started)
+            check_lost_drafts(started)
+        check_a_queue(started)
+        with started.load.running(**healthy):
+            check_a_lost_target(started)
+
+
+def check_expressions(world: World) -> None:
+    """All that the rules, the dashboards and the documents name has data, under a load that lacks nothing."""
+    prometheus = world.prometheus
+    wanted = {f"{panel}: {expression}": substituted(expression) for panel, expression in expressions()}
+    rules = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+    wanted |= {rule["record"]: rule["record"] for rule in rules if "record" in rule}
+    for rule in rules:
+        wanted |= {
+            f"{rule.get('alert')} {name}": name
+            for name in re.findall(r"\b(?:outrider[_:][\w:]+|grpc_server_\w+|up\b)", rule["expr"])
+        }
+    wanted |= {name: f'{{__name__=~"{name}(_bucket)?"}}' for name in documented()}
+    missing = wanted
+    deadline = time.monotonic() + 30
+    while missing and time.monotonic() < deadline:
+        missing = {name: expression for name, expression in missing.items() if not prometheus.has(expression)}
+        time.sleep(0.2)
+    assert not missing, f"no data: {json.dumps(missing, indent=1)}"
+    assert len(wanted) > 100
+    for title, panel in panels():
+        if panel["fieldConfig"]["defaults"]["unit"] == "percentunit":
+            for target in panel["targets"]:
+                values = [value for _, value in prometheus.query(substituted(target["expr"])) if value == value]
+                assert all(0 <= value <= 1.0001 for value in values), (title, values)
+
+
+def substituted(expression: str) -> str:
+    """An expression as Grafana sends it when all is selected."""
+    for variable, value in ALL.items():
+        expression = expression.replace(variable, value)
+    assert "$" not in expression, expression
+    return expression
+
+
+def panels() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Those of both dashboards that show something, by file and title."""
+    for file in build.DASHBOARDS:
+        for panel in json.loads((build.DIRECTORY / file).read_text())["panels"]:
+            if panel["type"] != "row":
+                yield f"{file}, {panel['title']}", panel
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    """Of the panels and of the variables."""
+    for title, panel in panels():
+        for target in panel["targets"]:
+            yield title, target["expr"]
+    for name, (_, definition) in VARIABLES.items():
+        series, label = re.fullmatch(r"label_values\((.*), (\w+)\)", definition).groups()
+        yield f"variable {name}", f"count by ({label}) ({series})"
+
+
+def documented() -> set[str]:
+    """Series that the documents of monitoring name."""
+    pages = [*(ROOT / "docs" / "runbooks").glob("*.md"), ROOT / "docs" / "monitoring.md"]
+    return {name for page in pages for name in re.findall(r"\b(?:outrider[_:]|grpc_server_)[\w:]+\w", page.read_text())}
+
+
+def check_a_bad_draft(world: World) -> None:
+    """It is wrong at every place, the real draft beside it is not."""
+    names = ("OutriderAcceptanceCollapsed", "OutriderAcceptanceZeroAtPosition1", "OutriderSpeculationSlower")
+    with world.load.running(scripted=(2, WRONG)):
+        firing = world.fires_only(*names)
+    assert {labels["draft_model"] for alerts in firing.values() for labels in alerts} == {"scripted-draft"}
+    world.fires_only()
+
+
+def check_a_slow_target(world: World) -> None:
+    """Its process hardly runs: stopped most of the time, within a step mostly."""
+    try:
+        for _ in range(20):
+            world.target.pause()
+            time.sleep(0.65)
+            world.target.resume()
+            time.sleep(0.02)
+            if "OutriderVerifySlow" in world.prometheus.firing():
+                break
+        else:
+            raise AssertionError(f"expected OutriderVerifySlow, found {world.prometheus.firing()}")
+    finally:
+        world.target.resume()
+    world.fires_only()
+
+
+def check_lost_drafts(world: World) -> None:
+    """One hangs, the other is gone, and then one for another target comes in its place."""
+    world.draft.pause()
+    world.scripted.kill()
+    lost = (world.draft, world.scripted)
+    eventually(lambda: world.labels("OutriderDraftUnavailable", "address") == {draft.address for draft in lost}, 15)
+    eventually(lambda: world.labels("OutriderServiceDown", "instance") == {draft.metrics for draft in lost}, 15)
+    world.fires_only("OutriderDraftUnavailable", "OutriderServiceDown", "OutriderStepsWithoutChain")
+    world.draft.resume()
+    with Service(
+        "tests.scripted.draft", "--listen", world.scripted.address, "--metrics-listen", world.scripted.metrics,
+        "--target", world.target.address, "--fingerprint", "another",
+    ):  # fmt: skip
+        (misfit,) = world.fires_only("OutriderDraftMisfit")["OutriderDraftMisfit"]
+        assert misfit["reason"] == "weights_fingerprint" and misfit["address"] == world.scripted.address
+
+
+def check_a_queue(world: World) -> None:
+    """More requests than the target takes at once, and ever more."""
+    with world.load.arriving(40, every=0.1, k=0, sampling=HOT, max_new_tokens=500, ignore_eos=True):
+        world.fires("OutriderQueueGrowing", "OutriderQueueSlow")
+    eventually(lambda: not {"OutriderQueueGrowing", "OutriderQueueSlow"} & world.prometheus.firing().keys(), 15)
+
+
+def check_a_lost_target(world: World) -> None:
+    """Nothing is left to answer."""
+    world.target.kill()
+    firing = world.fires("OutriderTargetDown", "OutriderServiceDown", "OutriderErrors")
+    (down,) = firing["OutriderTargetDown"]
+    assert down["address"] == world.target.address
