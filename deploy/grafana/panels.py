@@ -180,7 +180,7 @@ def _defaults(panel: Panel) -> dict[str, Any]:
     if panel.kind == "state-timeline":
         down, up = {"text": "down", "color": "red"}, {"text": "up", "color": "green"}
         defaults["mappings"] = [{"type": "value", "options": {"0": down, "1": up}}]
-    steps = [{"color": "green", "value": None}]
+    steps: list[dict[str, Any]] = [{"color": "green", "value": None}]
     if panel.bad_above is not None:
         steps.append({"color": "red", "value": panel.bad_above})
     if panel.bad_below is not None:
