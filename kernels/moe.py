@@ -41,7 +41,7 @@ class Experts:
         """gate_up and down as the Triton form takes them, laid out at first use; None where it does not."""
         from kernels.triton_forms.mxfp4 import can_pack, pack_weights
 
-        if not self.gate_up or not can_pack([*self.gate_up, *self.down]):
+        if not (can_pack(self.gate_up) and can_pack(self.down)):
             return None
         return pack_weights(self.gate_up), pack_weights(self.down)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -65,9 +66,11 @@ class PackedExperts:
         return experts, outputs, 2 * half
 
 
-def can_pack(weights: Sequence[object]) -> bool:
+def can_pack(weights: Sequence[object]) -> TypeGuard[Sequence[Mxfp4Weight]]:
     """Whether the Triton form takes these experts: MXFP4, with an even number of blocks a row."""
-    return all(isinstance(weight, Mxfp4Weight) and weight.shape[1] % (2 * BLOCK) == 0 for weight in weights)
+    return bool(weights) and all(
+        isinstance(weight, Mxfp4Weight) and weight.shape[1] % (2 * BLOCK) == 0 for weight in weights
+    )
 
 
 def pack_experts(blocks: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> PackedExperts:
