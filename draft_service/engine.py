@@ -38,6 +38,7 @@ class Replace:
     """New weights; all sequences have ended."""
 
     proposer: Proposer
+    metrics: DraftMetrics
 
 
 Command: TypeAlias = Open | Extend | Close | Replace
@@ -66,17 +67,13 @@ class DraftEngine:
     ) -> None:
         self._proposer = proposer
         self._deliver = deliver
-        self._metrics = metrics
         self.sequences: set[DraftSequence] = set()
         self._waiting: dict[DraftSequence, list[Extend]] = {}
         # When sequences were answered whose next rows have not come yet.
         self._answered: dict[DraftSequence, float] = {}
         self._last_step = 0.0
         self._in_step: list[DraftSequence] = []
-        # Asked for when somebody looks: a round has no time for it.
-        metrics.sequences.set_function(lambda: len(self.sequences))
-        metrics.waiting.set_function(lambda: len(self._waiting))
-        metrics.cache_usage.set_function(lambda: self._proposer.cache.allocator.usage)
+        self._report_to(metrics)
 
     def apply(self, batches: list[list[Command]]) -> None:
         """Takes commands in, in order. Those of one message come together, so that a step sees all or none."""
@@ -89,6 +86,8 @@ class DraftEngine:
                 self._close(command.sequence)
             else:
                 self._proposer = command.proposer
+                self._last_step = 0.0
+                self._report_to(command.metrics)
 
     def idle_seconds(self) -> float | None:
         """Until a command arrives when nothing waits; else as long as others are worth waiting for."""
@@ -119,6 +118,13 @@ class DraftEngine:
         for sequence in failed:
             self._close(sequence)
         self._deliver([Answer(sequence, Chain([], []), 0, error=error) for sequence in failed])
+
+    def _report_to(self, metrics: DraftMetrics) -> None:
+        """Gauges are asked for when somebody looks: a round has no time for it."""
+        self._metrics = metrics
+        metrics.sequences.set_function(lambda: len(self.sequences))
+        metrics.waiting.set_function(lambda: len(self._waiting))
+        metrics.cache_usage.set_function(lambda: self._proposer.cache.allocator.usage)
 
     def _extend(self, extend: Extend) -> None:
         if extend.sequence.closed:

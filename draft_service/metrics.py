@@ -17,7 +17,8 @@ class DraftMetrics:
     """All series of one draft, at zero from the start."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str, draft_model: str) -> None:
-        series = Series(registry, model_name=model_name, draft_model=draft_model)
+        self.labels = (model_name, draft_model)
+        series = self._series = Series(registry, model_name=model_name, draft_model=draft_model)
         self.sequences = series.gauge("num_requests_running", "Sequences that are open")
         self.waiting = series.gauge("num_requests_waiting", "Sequences whose rows wait for a step")
         self.cache_usage = series.gauge("kv_cache_usage_perc", "Fraction of the draft's key-value cache in use, 0 to 1")
@@ -38,6 +39,10 @@ class DraftMetrics:
         self.state_bytes = series.counters(
             "hidden_state_bytes", "Hidden states read, by transport", "transport", TRANSPORTS
         )
+
+    def remove(self) -> None:
+        """Takes the series away: another draft serves here now."""
+        self._series.remove()
 
     def self_test(self, verdict: Verdict) -> None:
         """What the self-test found."""

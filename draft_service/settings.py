@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +34,7 @@ class Settings:
     norm_before_residual: str = "auto"
 
     def validated(self) -> Settings:
-        """The same with the name filled in. Raises ValueError, naming the flag, for a value that makes no sense."""
+        """The same. Raises ValueError, naming the flag, for a value that makes no sense."""
         for flag, value, choices in (
             ("--device", self.device, ("auto", "cpu", "cuda")),
             ("--dtype", self.dtype, ("auto", "float32", "bfloat16")),
@@ -56,7 +55,7 @@ class Settings:
                 raise ValueError(f"{flag}: expected 0 or more, found {number}")
         parse_bytes(self.kv_cache)
         parse_boundaries(self.aux_boundaries)
-        return dataclasses.replace(self, name=self.name or self.model.resolve().name)
+        return self
 
     @property
     def torch_device(self) -> torch.device:

@@ -26,9 +26,9 @@ from draft_service.engine import Close, DraftEngine, Open
 from draft_service.faults import Faults
 from draft_service.inspection import FittedDraft, fit, inspect_draft
 from draft_service.layout import EMBED, HEAD
+from draft_service.loading import build_proposer
 from draft_service.metrics import DraftMetrics
 from draft_service.sequence import DraftSequence, Extend
-from draft_service.server import build_proposer
 from draft_service.settings import Settings
 from outrider.checkpoint import Checkpoint
 from outrider.settings import run_command

@@ -25,7 +25,9 @@ def load_weights(
         for name, stored in draft.names.items():
             if name != T2D:
                 tensor = draft.checkpoint.load(stored)
-                weights[name] = tensor.to(device) if name == D2T else tensor.to(device, dtype)
+                # A copy, never the file's own pages: the files may be replaced while the draft serves.
+                weights[name] = tensor.to(device, tensor.dtype if name == D2T else dtype, copy=True)
+                draft.checkpoint.release(stored)
     rows, columns = draft.description.vocab_size, draft.description.hidden_size
     for name, tensor in shared.items():
         if tensor.shape[0] < rows or tensor.shape[1:] != (columns,):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
@@ -11,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from outrider import __version__
 
 PREFIX = "outrider_"
+Family = TypeVar("Family", Counter, Gauge, Histogram)
 
 # Seconds. Rounds of a small model take a millisecond, of a large one under load a second.
 STEP_BUCKETS = (
@@ -57,24 +59,38 @@ class Series:
     def __init__(self, registry: CollectorRegistry, **labels: str) -> None:
         self._registry = registry
         self._labels = labels
+        self._families: list[Counter | Gauge | Histogram] = []
 
     def counter(self, name: str, text: str) -> Counter:
         """`outrider_<name>_total`."""
-        return Counter(PREFIX + name, text, list(self._labels), registry=self._registry).labels(**self._labels)
+        return self._kept(Counter(PREFIX + name, text, list(self._labels), registry=self._registry)).labels(
+            **self._labels
+        )
 
     def counters(self, name: str, text: str, label: str, values: Iterable[str]) -> dict[str, Counter]:
         """`outrider_<name>_total` with one more label, by its values."""
-        family = Counter(PREFIX + name, text, [*self._labels, label], registry=self._registry)
+        family = self._kept(Counter(PREFIX + name, text, [*self._labels, label], registry=self._registry))
         return {value: family.labels(**self._labels, **{label: value}) for value in values}
 
     def gauge(self, name: str, text: str) -> Gauge:
         """`outrider_<name>`."""
-        return Gauge(PREFIX + name, text, list(self._labels), registry=self._registry).labels(**self._labels)
+        return self._kept(Gauge(PREFIX + name, text, list(self._labels), registry=self._registry)).labels(
+            **self._labels
+        )
 
     def histogram(self, name: str, text: str, buckets: Sequence[float] = STEP_BUCKETS) -> Histogram:
         """`outrider_<name>`, by default of seconds."""
         family = Histogram(PREFIX + name, text, list(self._labels), buckets=buckets, registry=self._registry)
-        return family.labels(**self._labels)
+        return self._kept(family).labels(**self._labels)
+
+    def remove(self) -> None:
+        """Takes all of them off the registry."""
+        while self._families:
+            self._registry.unregister(self._families.pop())
+
+    def _kept(self, family: Family) -> Family:
+        self._families.append(family)
+        return family
 
 
 @dataclass

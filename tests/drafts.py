@@ -88,6 +88,13 @@ def write_tiny_draft(
     return directory
 
 
+def point(link: Path, directory: Path) -> None:
+    """Makes the link lead to the directory, in one step, as a roll-out of weights does."""
+    new = link.with_suffix(".new")
+    new.symlink_to(directory)
+    new.replace(link)
+
+
 def stored_name(name: str, layout: str) -> str:
     """What a layout calls a tensor."""
     if layout == "A":

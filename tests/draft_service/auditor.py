@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from draft_service import server
+from draft_service import loading
 from draft_service.__main__ import main
 from draft_service.proposer import Chain, Proposer, Turn
 from draft_service.sequence import DraftSequence
@@ -80,6 +80,6 @@ def build_auditor(*arguments: object) -> Auditor:
 
 
 if __name__ == "__main__":
-    build_proposer = server.build_proposer
-    server.build_proposer = build_auditor  # type: ignore[assignment]
+    build_proposer = loading.build_proposer
+    loading.build_proposer = build_auditor  # type: ignore[assignment]
     main()

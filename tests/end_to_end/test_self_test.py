@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outrider.channels import connect, is_serving
-from tests.drafts import write_tiny_draft
+from tests.drafts import point, write_tiny_draft
 from tests.end_to_end.services import same, start_target
 from tests.end_to_end.trio import start_draft
 from tests.gateway.client import Client
@@ -43,12 +43,14 @@ async def serving(draft: Service) -> list[bool]:
 async def test_a_draft_that_fits_serves(model: Path, target: Service, tmp_path: Path) -> None:
     """Its config says it all wrong, the flags say it as it is."""
     passages = await passages_of(target.address, BOUNDARIES, 32)
-    draft_model = write_trained_draft(tmp_path, model, passages, BOUNDARIES)
+    draft_model = write_trained_draft(tmp_path / "trained", model, passages, BOUNDARIES)
+    other = write_tiny_draft(tmp_path / "other", draft_vocab_size=320)
+    point(tmp_path / "current", draft_model)
     config = json.loads((draft_model / "config.json").read_text())
     config |= {"norm_output": True, "norm_before_residual": True, "eagle_config": {IDS: [0, 1, 2]}}
     (draft_model / "config.json").write_text(json.dumps(config))
     flags = ("--aux-boundaries", "2,4,6", "--norm-output", "false", "--norm-before-residual", "false", "--self-test")
-    with start_draft(draft_model, target.address, *flags) as draft:
+    with start_draft(tmp_path / "current", target.address, *flags) as draft:
         assert "residual: g; fed back: o;" in draft.text
         assert await serving(draft) == [True, True]
         assert draft.metric("outrider_draft_misfit") == 0
@@ -56,6 +58,13 @@ async def test_a_draft_that_fits_serves(model: Path, target: Service, tmp_path: 
         assert draft.metric("outrider_draft_self_test_agreement") > 0.8
         assert re.search(r"INFO .* self-test: the first token is right at (9\d|100)\.\d%", draft.text), draft.text
         assert target.metric("outrider_num_requests_running") == target.metric("outrider_kv_cache_usage_perc") == 0
+        # It is not replaced by one that does not.
+        point(tmp_path / "current", other)
+        draft.hang_up()
+        eventually(lambda: draft.metric("outrider_last_reload_successful") == 0, 20.0, dump=[draft])
+        assert re.search(r"ERROR .* SIGHUP: .*: near chance, .*; the old weights go on serving", draft.text), draft.text
+        assert await serving(draft) == [True, True]
+        assert draft.metric("outrider_draft_misfit", draft_model="trained") == 0
 
 
 async def test_a_draft_that_is_near_chance_is_never_used(target: Service, tmp_path: Path) -> None:
