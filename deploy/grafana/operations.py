@@ -84,7 +84,7 @@ HEALTH = Row(
         Panel(
             "Processes",
             "none",
-            [(f"up{{{HERE}}} {OURS}", "{{instance}}")],
+            [(f'up{{job=~".*outrider.*", {HERE}}}', "{{instance}}")],
             "Whether Prometheus could scrape them.",
             kind="state-timeline",
         ),
@@ -131,9 +131,8 @@ LOAD = Row(
             "percentunit",
             [
                 (
-                    f"outrider_kv_cache_usage_perc{{{MODEL}}} * on (instance) group_left (service) "
-                    'outrider_build_info{service=~"target|draft"}',
-                    "{{service}} {{instance}}",
+                    f"outrider_kv_cache_usage_perc{{{MODEL}}} unless on (instance) outrider_peer_available",
+                    "{{instance}} {{draft_model}}",
                 )
             ],
             most=1,

@@ -17,8 +17,8 @@ DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 HERE = 'instance=~"$instance"'
 MODEL = f'model_name=~"$model", {HERE}'
 DRAFT = f'{MODEL}, draft_model=~"$draft"'
-# Targets and drafts have series of the same names as the gateway.
-OF_GATEWAY = 'and on (instance) outrider_build_info{service="gateway"}'
+# Targets and drafts have series of the same names as gateways, which alone have peers.
+OF_GATEWAY = "and on (instance) outrider_peer_available"
 
 VARIABLES = {
     "model": ("Model", "label_values(outrider_num_requests_running, model_name)"),
