@@ -88,7 +88,7 @@ class ServiceFrame:
             self.health_address = _bind(self._health_server, self._health_listen, "--health-listen")
             await self._health_server.start()
         if self._metrics_listen is not None:
-            self._metrics = MetricsServer.start(self._metrics_listen, self.registry)
+            self._metrics = _serve_metrics(self._metrics_listen, self.registry)
         await self._server.start()
 
     async def set_serving(self, serving: bool) -> None:
@@ -149,6 +149,16 @@ def _bind(server: grpc.aio.Server, listen: str, flag: str, credentials: grpc.Ser
     if not host:
         return listen
     return f"{host}:{port}" if ":" not in host else f"[{host}]:{port}"
+
+
+def _serve_metrics(listen: str, registry: CollectorRegistry) -> MetricsServer:
+    """Listens. Raises OSError or ValueError, naming the flag, where it cannot."""
+    try:
+        return MetricsServer.start(listen, registry)
+    except ValueError as error:
+        raise ValueError(f"--metrics-listen: {error}") from error
+    except OSError as error:
+        raise OSError(f"--metrics-listen: cannot bind {listen}: {error.strerror}") from error
 
 
 def configure_logging(level: str, name: str) -> None:

@@ -46,7 +46,7 @@ def load_target(settings: Settings, instance_id: str, metrics: TargetMetrics, de
     model = load_model(settings.model, device, settings.dtype)
     weights = SharedWeights(model)
     limits, num_pages = size_cache(settings, model, KVCache.page_size, device)
-    buffers = Buffers(instance_id, parse_bytes(settings.shared_memory), settings.shared_memory_group or None)
+    buffers = _buffers(settings, instance_id)
     metrics.watch_buffers(lambda: buffers.num_attached, lambda: buffers.num_unreleased)
     engine = TargetEngine(model, limits, num_pages, buffers, metrics, deliver)
     thread: EngineThread[Command] = EngineThread(engine, "engine")
@@ -64,6 +64,16 @@ def load_target(settings: Settings, instance_id: str, metrics: TargetMetrics, de
     )
     reader = CommandReader(limits, model.config.eos_token_ids)
     return Loaded(engine, thread, Target(info, reader, thread.submit, weights, tokenizer, buffers))
+
+
+def _buffers(settings: Settings, instance_id: str) -> Buffers:
+    """Raises OSError or ValueError, naming the flag, where they cannot be had."""
+    try:
+        return Buffers(instance_id, parse_bytes(settings.shared_memory), settings.shared_memory_group or None)
+    except ValueError as error:
+        raise ValueError(f"--shared-memory: {error}") from error
+    except OSError as error:
+        raise OSError(f"--shared-memory: {error}; 0 sends hidden states inline") from error
 
 
 async def in_daemon_thread(function: Callable[..., Result], *arguments: Any) -> Result:

@@ -139,6 +139,10 @@ async def test_a_checkpoint_without_a_tokenizer_has_no_digests(tmp_path):
     [
         (["--model", "nowhere"], "nowhere: expected a checkpoint directory"),
         (["--listen", "nonsense"], "HOST:PORT"),
+        (["--metrics-listen", "nonsense"], "--metrics-listen: expected HOST:PORT, found 'nonsense'"),
+        (["--metrics-listen", "192.0.2.1:80"], "--metrics-listen: cannot bind 192.0.2.1:80: Cannot assign"),
+        (["--shared-memory", "1EiB"], "--shared-memory: expected a size such as"),
+        (["--shared-memory", "1000000TiB"], "--shared-memory: "),
     ],
 )
 def test_what_does_not_fit_is_refused_at_start_by_its_name(checkpoint, flags, words):
