@@ -44,6 +44,7 @@ class ServiceFrame:
         security: ServerSecurity = ServerSecurity(),  # noqa: B008  # frozen
     ) -> None:
         """Raises ValueError or OSError, naming the flag, for an address or a file that does not do."""
+        _split(listen, "--listen")
         security.check(listen)
         self._credentials = security.credentials()
         self._interceptors = security.interceptors(service)
@@ -141,7 +142,7 @@ class ServiceFrame:
 
 def _bind(server: grpc.aio.Server, listen: str, flag: str, credentials: grpc.ServerCredentials | None = None) -> str:
     """Binds HOST:PORT or unix:PATH and returns the address that clients use."""
-    host, _ = ("", 0) if listen.startswith("unix:") else split_address(listen)
+    host, _ = _split(listen, flag)
     try:
         port = server.add_secure_port(listen, credentials) if credentials else server.add_insecure_port(listen)
     except RuntimeError as error:
@@ -151,12 +152,19 @@ def _bind(server: grpc.aio.Server, listen: str, flag: str, credentials: grpc.Ser
     return f"{host}:{port}" if ":" not in host else f"[{host}]:{port}"
 
 
+def _split(listen: str, flag: str) -> tuple[str, int]:
+    """HOST:PORT as a pair; no host for unix:PATH. Raises ValueError naming the flag."""
+    try:
+        return ("", 0) if listen.startswith("unix:") else split_address(listen)
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from error
+
+
 def _serve_metrics(listen: str, registry: CollectorRegistry) -> MetricsServer:
     """Listens. Raises OSError or ValueError, naming the flag, where it cannot."""
+    _split(listen, "--metrics-listen")
     try:
         return MetricsServer.start(listen, registry)
-    except ValueError as error:
-        raise ValueError(f"--metrics-listen: {error}") from error
     except OSError as error:
         raise OSError(f"--metrics-listen: cannot bind {listen}: {error.strerror}") from error
 

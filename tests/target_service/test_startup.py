@@ -138,7 +138,7 @@ async def test_a_checkpoint_without_a_tokenizer_has_no_digests(tmp_path):
     ("flags", "words"),
     [
         (["--model", "nowhere"], "nowhere: expected a checkpoint directory"),
-        (["--listen", "nonsense"], "HOST:PORT"),
+        (["--listen", "nonsense"], "--listen: expected HOST:PORT, found 'nonsense'"),
         (["--metrics-listen", "nonsense"], "--metrics-listen: expected HOST:PORT, found 'nonsense'"),
         (["--metrics-listen", "192.0.2.1:80"], "--metrics-listen: cannot bind 192.0.2.1:80: Cannot assign"),
         (["--shared-memory", "1EiB"], "--shared-memory: expected a size such as"),
