@@ -8,6 +8,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno")
@@ -29,19 +31,20 @@ def compiled_library() -> Path:
         key.update(part.encode() + b"\0")
     for source in sorted(Path(__file__).parent.glob("*.[ch]")):
         key.update(source.name.encode() + b"\0" + source.read_bytes())
-    for folder in (_cache_folder(), Path(tempfile.gettempdir()) / f"outrider-{os.getuid()}"):
+    failures = []
+    for folder in _folders():
         target = folder / f"kernels-{key.hexdigest()[:32]}.so"
-        if target.is_file() and target.stat().st_uid == os.getuid():
-            return target
         try:
+            if target.is_file() and target.stat().st_uid == os.getuid():
+                return target
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.TemporaryDirectory(dir=folder) as work:
                 _compile(compiler, runtime, Path(work) / "kernels.so")
                 os.replace(Path(work) / "kernels.so", target)
             return target
         except OSError as error:
-            failure = error
-    raise BuildError(f"no folder to keep the compiled kernels in: {failure}")
+            failures.append(str(error))
+    raise BuildError(f"no folder to keep the compiled kernels in: {'; '.join(failures)}")
 
 
 def _compile(compiler: str, runtime: Path | None, output: Path) -> None:
@@ -49,11 +52,11 @@ def _compile(compiler: str, runtime: Path | None, output: Path) -> None:
     objects = [output.with_name(f"{source.stem}.o") for source in sources]
     for source, target in zip(sources, objects, strict=True):
         try:
-            _run([compiler, "-march=native", *_FLAGS, "-c", str(source), "-o", str(target)])
+            _run([compiler, "-march=native", *_FLAGS, "-c", str(source), "-o", str(target)], output.parent)
         except BuildError:
-            _run([compiler, *_FLAGS, "-c", str(source), "-o", str(target)])
+            _run([compiler, *_FLAGS, "-c", str(source), "-o", str(target)], output.parent)
     openmp = "-fopenmp" if runtime is None else str(runtime)
-    _run([compiler, "-shared", *map(str, objects), openmp, "-lm", "-o", str(output)])
+    _run([compiler, "-shared", *map(str, objects), openmp, "-lm", "-o", str(output)], output.parent)
 
 
 def _openmp_runtime() -> Path | None:
@@ -77,12 +80,19 @@ def _processor() -> str:
     return "\n".join([platform.machine(), *(line for line in lines if line.startswith(wanted))])
 
 
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider" / "kernels"
+def _folders() -> Iterator[Path]:
+    """Where the library may lie: the user's cache, where the user has a home at all, and the temporary folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    if os.path.isabs(cache):
+        yield Path(cache) / "outrider" / "kernels"
+    with suppress(FileNotFoundError):  # no folder that can be written to
+        yield Path(tempfile.gettempdir()) / f"outrider-{os.getuid()}"
 
 
-def _run(command: list[str]) -> str:
-    result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+def _run(command: list[str], scratch: Path | None = None) -> str:
+    """What a command writes; a compiler keeps its own temporary files in `scratch`."""
+    environment = os.environ if scratch is None else {**os.environ, "TMPDIR": str(scratch)}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env=environment)
     if result.returncode:
         raise BuildError(f"{' '.join(command[:2])} ... failed: {result.stderr.strip()[:400]}")
     return result.stdout
