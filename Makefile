@@ -22,12 +22,13 @@ demo: $(VENV)/.demo  ## Fetch a small model, serve it with its draft on this mac
 test: $(VENV)/.test  ## Run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
-check: $(VENV)/.test $(VENV)/stubs/.installed  ## Lint, types, layers, the wire contract and its stubs
+check: $(VENV)/.test $(VENV)/stubs/.installed  ## Lint, types, layers, the wire contract and its stubs, the image
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	cd proto && ../$(BIN)/buf lint
+	$(BIN)/hadolint deploy/Dockerfile
 	PYTHON=$(VENV)/stubs/bin/python tools/generate_stubs.sh --check
 
 format: $(VENV)/.test  ## Format the code

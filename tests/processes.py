@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.request
 from collections import deque
+from collections.abc import Sequence
 
 READY = re.compile(r"^outrider (\w+) ready grpc=(\S+)(?: metrics=(\S+))?(.*)$")
 
@@ -19,14 +20,20 @@ class Service:
     """One service process. `address` and `metrics` are where it said that it listens."""
 
     def __init__(
-        self, module: str, *flags: str, environment: dict[str, str] | None = None, timeout: float = 60
+        self,
+        module: str,
+        *flags: str | os.PathLike[str],
+        environment: dict[str, str] | None = None,
+        timeout: float = 60,
+        prefix: Sequence[str] = (),
     ) -> None:
+        """`prefix` is a command that becomes the service, such as `env` or `setpriv`."""
         self.module = module
         self.flags = flags
         self.output: deque[str] = deque(maxlen=2000)
         environment = {"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, flags)],
+            [*prefix, sys.executable, "-m", module, *map(str, flags)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
