@@ -48,6 +48,7 @@ class Prometheus:
         times = {"scrape_interval": INTERVAL, "scrape_timeout": INTERVAL, "evaluation_interval": INTERVAL}
         config = {"global": times, "rule_files": ["rules.yaml"], "scrape_configs": jobs}
         (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
+        self.fired: set[str] = set()  # alerts that were ever found to fire
         self._log = directory / "log"
         self.address = f"127.0.0.1:{_free_port()}"
         with self._log.open("w") as log:
@@ -80,6 +81,7 @@ class Prometheus:
         alerts: dict[str, list[dict[str, str]]] = {}
         for labels, _ in self.query('ALERTS{alertstate="firing"}'):
             alerts.setdefault(labels["alertname"], []).append(labels)
+        self.fired |= alerts.keys()
         return alerts
 
     def wait_ready(self, seconds: float = 20) -> None:

@@ -16,22 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from deploy.grafana import build
 from deploy.grafana.panels import VARIABLES
 from tests.deploy.load import Load
 from tests.deploy.prometheus import WINDOW, Prometheus, quick, require
+from tests.deploy.test_monitoring_rules import RULES, rules
 from tests.drafts import write_tiny_draft
 from tests.end_to_end.services import Recorded, start_target
 from tests.end_to_end.trio import start_draft
 from tests.gateway.client import GREEDY, Client
 from tests.models import write_tiny_llama
 from tests.processes import Service
-from tests.scripted.cluster import eventually, scripted_draft, start_gateway
+from tests.scripted.cluster import ANY, eventually, scripted_draft
 
 ROOT = Path(__file__).parents[2]
-RULES = ROOT / "deploy" / "prometheus" / "rules.yaml"
 ALL = {"$model": ".*", "$draft": ".*", "$instance": ".*", "$__rate_interval": WINDOW}
 
 # So hot that both random models follow the noise that they share, and the draft is nearly always right.
@@ -52,12 +51,9 @@ class World:
     draft: Service
     scripted: Service
     gateway: Service
+    pairs: Path
     load: Load
     prometheus: Prometheus
-
-    def labels(self, name: str, label: str) -> set[str]:
-        """The values of a label of the alerts of that name that fire."""
-        return {labels[label] for labels in self.prometheus.firing().get(name, ())}
 
     def fires(self, *names: str, seconds: float = 30) -> dict[str, list[dict[str, str]]]:
         """Waits until these alerts fire, and returns all that do."""
@@ -90,8 +86,9 @@ def world(directory: Path) -> Iterator[World]:
         target = stack.enter_context(start_target(model, "--max-sequences", "6", "--kv-cache", "64MiB"))
         draft = stack.enter_context(start_draft(draft_model, target.address))
         scripted = stack.enter_context(scripted_draft(target.address, "--oracle", str(recorded.path)))
-        pair = f"{target.address}={draft.address},{scripted.address}:0%"
-        gateway = stack.enter_context(start_gateway([pair], "--recover-within", "1"))
+        pairs = directory / "gateway.yaml"
+        pairs.write_text(f'pair: ["{target.address}={draft.address},{scripted.address}:0%"]\n')
+        gateway = stack.enter_context(Service("gateway", *ANY, "--config", str(pairs), "--recover-within", "1"))
         eventually(lambda: gateway.metric("outrider_peer_available") == 3)
         recorded.add([asyncio.run(record(gateway.address))])
         addresses = {
@@ -102,7 +99,7 @@ def world(directory: Path) -> Iterator[World]:
         stack.callback(load.stop)
         prometheus = stack.enter_context(Prometheus(directory / "prometheus", quick(RULES.read_text()), addresses))
         prometheus.wait_ready()
-        yield World(target, draft, scripted, gateway, load, prometheus)
+        yield World(target, draft, scripted, gateway, pairs, load, prometheus)
 
 
 async def record(address: str) -> Any:
@@ -119,22 +116,23 @@ def test_every_expression_has_data_and_every_fault_its_alert(tmp_path: Path) -> 
         with started.load.running(**healthy):
             with started.load.running(scripted=(1, RIGHT)):
                 check_expressions(started)
-                assert not started.prometheus.query("ALERTS"), "nothing fires or is about to"
+                started.fires_only()
             check_a_bad_draft(started)
+            check_a_bad_file(started)
             check_a_slow_target(started)
-            check_lost_drafts(started)
+            check_a_lost_draft(started)
         check_a_queue(started)
         with started.load.running(**healthy):
             check_a_lost_target(started)
+        assert started.prometheus.fired == {rule["alert"] for rule in rules() if "alert" in rule}
 
 
 def check_expressions(world: World) -> None:
     """All that the rules, the dashboards and the documents name has data, under a load that lacks nothing."""
     prometheus = world.prometheus
     wanted = {f"{panel}: {expression}": substituted(expression) for panel, expression in expressions()}
-    rules = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
-    wanted |= {rule["record"]: rule["record"] for rule in rules if "record" in rule}
-    for rule in rules:
+    wanted |= {rule["record"]: rule["record"] for rule in rules() if "record" in rule}
+    for rule in rules():
         wanted |= {
             f"{rule.get('alert')} {name}": name
             for name in re.findall(r"\b(?:outrider[_:][\w:]+|grpc_server_\w+|up\b)", rule["expr"])
@@ -195,6 +193,15 @@ def check_a_bad_draft(world: World) -> None:
     world.fires_only()
 
 
+def check_a_bad_file(world: World) -> None:
+    """The gateway is told to read pairs that are none, and then right ones again."""
+    right = world.pairs.read_text()
+    for text, alerts in (("pair: [nowhere]\n", ("OutriderReloadRefused",)), (right, ())):
+        world.pairs.write_text(text)
+        world.gateway.hang_up()
+        world.fires_only(*alerts)
+
+
 def check_a_slow_target(world: World) -> None:
     """Its process hardly runs: stopped most of the time, within a step mostly."""
     try:
@@ -212,15 +219,13 @@ def check_a_slow_target(world: World) -> None:
     world.fires_only()
 
 
-def check_lost_drafts(world: World) -> None:
-    """One hangs, the other is gone, and then one for another target comes in its place."""
-    world.draft.pause()
-    world.scripted.kill()
-    lost = (world.draft, world.scripted)
-    eventually(lambda: world.labels("OutriderDraftUnavailable", "address") == {draft.address for draft in lost}, 15)
-    eventually(lambda: world.labels("OutriderServiceDown", "instance") == {draft.metrics for draft in lost}, 15)
-    world.fires_only("OutriderDraftUnavailable", "OutriderServiceDown", "OutriderStepsWithoutChain")
-    world.draft.resume()
+def check_a_lost_draft(world: World) -> None:
+    """It is gone, and then one for another target comes in its place."""
+    with world.load.running(scripted=(2, RIGHT)):
+        world.scripted.kill()
+        firing = world.fires_only("OutriderDraftUnavailable", "OutriderServiceDown", "OutriderStepsWithoutChain")
+    assert [labels["address"] for labels in firing["OutriderDraftUnavailable"]] == [world.scripted.address]
+    assert [labels["instance"] for labels in firing["OutriderServiceDown"]] == [world.scripted.metrics]
     with Service(
         "tests.scripted.draft", "--listen", world.scripted.address, "--metrics-listen", world.scripted.metrics,
         "--target", world.target.address, "--fingerprint", "another",
