@@ -124,7 +124,7 @@ async def serve(
     await frame.run_until_signal()
     core.draining = True
     watching.cancel()
-    await frame.drain(core.wait_idle, grace)
+    await frame.drain(lambda: core.drained(grace), grace)
     await fleet.stop()
 
 

@@ -13,12 +13,14 @@ from gateway.pairs import Target
 from gateway.request import LENGTH, Origin, Request
 from gateway.round import generate
 from gateway.validation import Defaults, admit
-from outrider.errors import InvalidArgument, NotFound, Unavailable
+from outrider.errors import DRAINING, InvalidArgument, NotFound, Unavailable
 from outrider.v1 import gateway_pb2
 
 # Prompts above this are tokenized in a thread: the loop must not stand still for the others' rounds.
 _SMALL_PROMPT_BYTES = 4096
 _PATIENCE_SECONDS = 1.0
+# Before the grace period ends, clients whose answers still run are told to go on elsewhere.
+EXPEL_BEFORE = 1.0
 
 
 class Gateway:
@@ -30,6 +32,8 @@ class Gateway:
         self._defaults = defaults
         self._recover_within = recover_within
         self.requests: set[Request] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._expelled = False
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
@@ -41,7 +45,7 @@ class Gateway:
     async def admit(self, message: gateway_pb2.GenerateRequest, origin: Origin, outlet: Outlet) -> Request:
         """A checked request, ready to run. Raises OutriderError for one that cannot be served."""
         if self.draining:
-            raise Unavailable("the gateway is draining")
+            raise _draining()
         target = await self._target_of(message.model)
         self._check_draft_model(message.speculation.draft_model, target)
         arguments = (message, target.info, target.tokenizer, self._defaults)
@@ -49,21 +53,31 @@ class Gateway:
             admitted = await asyncio.to_thread(admit, *arguments)
         else:
             admitted = admit(*arguments)
+        if self.draining:  # since then
+            raise _draining()
         target.metrics.prompt_tokens.inc(len(admitted.token_ids))
         return Request(admitted, origin, target.info, target.tokenizer, target.metrics, outlet)
 
     async def run(self, request: Request) -> None:
-        """Runs a request to its end. Raises what the client is told."""
+        """Runs a request to its end, in a task of its own. Raises what the client is told."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
         self.requests.add(request)
         self._idle.clear()
         outcome = "abort"
         try:
             await generate(request, self._fleet, self._recover_within)
             outcome = "length" if request.finish_reason == LENGTH else "stop"
+        except asyncio.CancelledError:
+            if self._expelled:
+                raise _draining() from None
+            raise
         except Exception:
             outcome = "error"
             raise
         finally:
+            self._tasks.discard(task)
             self.requests.discard(request)
             if not self.requests:
                 self._idle.set()
@@ -103,9 +117,16 @@ class Gateway:
         self._served = self._served or bool(available)
         return bool(available)
 
-    async def wait_idle(self) -> None:
-        """Returns once no request runs."""
-        await self._idle.wait()
+    async def drained(self, grace: float) -> None:
+        """Returns once no request runs; those that do not end in time are told UNAVAILABLE, with all they have got."""
+        try:
+            async with asyncio.timeout(max(grace - EXPEL_BEFORE, 0.0)):
+                await self._idle.wait()
+        except TimeoutError:
+            self._expelled = True
+            for task in self._tasks:
+                task.cancel()
+            await self._idle.wait()
 
     async def _target_of(self, model: str) -> Target:
         """A target of the model. Raises NotFound for one that no pair serves, Unavailable while none of its does.
@@ -135,3 +156,7 @@ class Gateway:
         if draft_model and draft_model not in drafts:
             found = ", ".join(sorted(drafts)) or "none"
             raise NotFound(f"speculation.draft_model: {draft_model!r:.80} is not beside this model; known are {found}")
+
+
+def _draining() -> Unavailable:
+    return Unavailable("the gateway is draining; another one can take the request, or continue it", DRAINING)

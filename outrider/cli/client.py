@@ -72,22 +72,33 @@ async def generate(
     Raises grpc.aio.AioRpcError. Cancelling this cancels the request.
     """
     result = Generation(sent=time.perf_counter())
+    await receive(stub, request, result, on_piece)
+    return result
+
+
+async def receive(
+    stub: gateway_pb2_grpc.GatewayServiceStub,
+    request: gateway_pb2.GenerateRequest,
+    result: Generation,
+    on_piece: Callable[[gateway_pb2.GenerateResponse], None],
+) -> None:
+    """As `generate`, into `result`: what it has when this raises can be continued."""
     async for piece in stub.Generate(request):
         if piece.token_ids:
             result.arrivals.append((time.perf_counter(), len(piece.token_ids)))
         result.text += piece.text
         result.token_ids += piece.token_ids
         result.from_draft += piece.from_draft
-        result.prompt_token_ids += piece.prompt_token_ids
         if piece.HasField("seed"):
             result.seed = piece.seed
+            if not result.prompt_token_ids:  # of a continuation, the earlier tokens count as prompt
+                result.prompt_token_ids += piece.prompt_token_ids
         if piece.finish_reason:
             name = common_pb2.FinishReason.Name(piece.finish_reason)
             result.finish_reason = name.removeprefix("FINISH_REASON_").lower()
             result.usage = piece.usage
         on_piece(piece)
     result.finished = time.perf_counter()
-    return result
 
 
 def connect(address: str, security: ClientSecurity = NO_SECURITY) -> grpc.aio.Channel:

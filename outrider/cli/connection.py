@@ -15,18 +15,27 @@ from outrider.settings import usage_error
 
 @dataclass(frozen=True)
 class _Gateway:
-    address: Annotated[str, typer.Option(help="HOST:PORT of the gateway.", envvar="OUTRIDER_ADDRESS")] = (
-        client.DEFAULT_ADDRESS
-    )
+    address: Annotated[
+        str,
+        typer.Option(
+            help="HOST:PORT of the gateway; of several, with commas, the next takes over where one is lost.",
+            envvar="OUTRIDER_ADDRESS",
+        ),
+    ] = client.DEFAULT_ADDRESS
 
 
 @dataclass(frozen=True)
 class Connection(CommandSecurity, _Gateway):
-    """A gateway, and what to show to it."""
+    """One or several gateways, and what to show to them."""
 
     def connect(self) -> grpc.aio.Channel:
-        """A channel to the gateway. Raises a usage error for files or a token that do not serve."""
+        """A channel to the first gateway. Raises a usage error for files or a token that do not serve."""
+        return self.connect_all()[0]
+
+    def connect_all(self) -> list[grpc.aio.Channel]:
+        """A channel to each gateway."""
         try:
-            return client.connect(self.address, self.towards_gateway())
+            security = self.towards_gateway()
+            return [client.connect(address.strip(), security) for address in self.address.split(",")]
         except (OSError, ValueError) as error:
             raise usage_error(str(error)) from error

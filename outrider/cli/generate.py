@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from outrider.cli import client, statistics
 from outrider.cli.options import GenerationOptions
+from outrider.cli.resume import generate_somewhere
 from outrider.settings import with_options
 from outrider.v1 import gateway_pb2, gateway_pb2_grpc
 
@@ -37,11 +39,12 @@ def generate(
 
 async def answer(request: gateway_pb2.GenerateRequest, options: GenerationOptions) -> client.Generation:
     """Prints the answer to `request` as it arrives, then the statistics where they are wanted."""
-    async with options.connect() as channel:
-        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+    async with contextlib.AsyncExitStack() as stack:
+        channels = [await stack.enter_async_context(channel) for channel in options.connect_all()]
+        stubs = [gateway_pb2_grpc.GatewayServiceStub(channel) for channel in channels]
         printer = _Printer(options.show_drafts)
         try:
-            result = await client.generate(stub, request, printer.print)
+            result = await generate_somewhere(stubs, request, printer.print)
         finally:
             printer.end_line()
     if options.stats:

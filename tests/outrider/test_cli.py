@@ -57,6 +57,12 @@ def test_generate_raw_continues_the_text_of_standard_input(cluster: Cluster) -> 
     assert (done.returncode, done.stdout) == (0, answer_of(cluster, text="ab cd") + "\n")
 
 
+def test_the_next_gateway_answers_where_the_first_does_not(cluster: Cluster) -> None:
+    addresses = f"127.0.0.1:1,{cluster.gateway.address}"
+    done = outrider("generate", "ab cd", "--raw", "--address", addresses, *GREEDY)
+    assert (done.returncode, done.stdout) == (0, answer_of(cluster, text="ab cd") + "\n")
+
+
 def test_statistics_go_to_standard_error(cluster: Cluster) -> None:
     done = outrider("generate", PROMPT, "--stats", "--address", cluster.gateway.address, *GREEDY)
     speed, acceptance, positions = done.stderr.splitlines()

@@ -1,0 +1,101 @@
+"""A gateway that is told to end: what runs ends or is told to go on elsewhere, and does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import grpc
+import pytest
+
+from outrider.cli.client import Generation
+from outrider.cli.resume import continuation, generate_somewhere
+from outrider.v1 import gateway_pb2
+from tests.gateway.client import Answer, Client, make_request
+from tests.gateway.test_faults import pair_of
+from tests.scripted.cluster import Cluster, eventually, start_gateway
+
+SAMPLED = {"temperature": 0.8, "logit_bias": {0: 1.0}}
+SLOW = [("x-request-id", "delay=0.02")]
+
+
+def long_request(tokens: int = 150) -> gateway_pb2.GenerateRequest:
+    """Without a seed, so that the gateway draws one."""
+    return make_request("a long way", k=3, sampling=SAMPLED, max_new_tokens=tokens, ignore_eos=True)
+
+
+async def plain(client: Client, request: gateway_pb2.GenerateRequest, seed: int) -> Answer:
+    """The same answer without speculation or disturbance."""
+    same = gateway_pb2.GenerateRequest()
+    same.CopyFrom(request)
+    same.sampling.seed = seed
+    same.speculation.max_draft_tokens = 0
+    return await client.send(same)
+
+
+async def test_what_does_not_end_in_time_is_told_to_go_on_elsewhere(cluster: Cluster) -> None:
+    request = long_request()
+    with start_gateway([pair_of(cluster)], "--grace", "1.5") as gateway:
+        async with Client(gateway.address) as client, Client(cluster.gateway.address) as other:
+            begun, short = Answer(), asyncio.create_task(client.generate(max_new_tokens=20, request_id=SLOW[0][1]))
+            with pytest.raises(grpc.aio.AioRpcError) as ended:
+                stopping = None
+                async for message in client.stub.Generate(request, metadata=SLOW):
+                    begun.take(message)
+                    stopping = stopping or asyncio.create_task(asyncio.to_thread(gateway.stop))
+            assert ended.value.code() is grpc.StatusCode.UNAVAILABLE and "continue it" in (ended.value.details() or "")
+            assert (await short).finish_reason, "what could end did not"
+            assert await stopping == 0
+            assert 10 < len(begun.token_ids) < 150
+            rest = await other.send(
+                continuation(
+                    request,
+                    Generation(
+                        sent=time.perf_counter(),
+                        prompt_token_ids=begun.prompt_token_ids,
+                        token_ids=begun.token_ids,
+                        seed=begun.seed,
+                    ),
+                )
+            )
+            whole = await plain(other, request, begun.seed)
+            assert begun.token_ids + rest.token_ids == whole.token_ids
+            assert begun.text + rest.text == whole.text and rest.finish_reason == whole.finish_reason
+
+
+async def test_a_client_goes_on_at_the_next_gateway_or_at_the_same_when_it_is_back(cluster: Cluster) -> None:
+    request, pieces = long_request(300), []
+    first = start_gateway([pair_of(cluster)], "--grace", "1")
+    with first, start_gateway([pair_of(cluster)]) as second:
+        async with Client(first.address) as one, Client(second.address) as two:
+            stubs = [one.stub, two.stub]
+            running = asyncio.create_task(generate_somewhere(stubs, request, pieces.append))
+            await asyncio.to_thread(eventually, lambda: len(pieces) > 5)
+            first.kill()
+            answer = await running
+            assert sum(piece.HasField("seed") for piece in pieces) == 2
+            whole = await plain(two, request, answer.seed)
+            assert (answer.token_ids, answer.text) == (whole.token_ids, whole.text)
+            assert "".join(piece.text for piece in pieces) == whole.text
+            assert answer.usage.completion_tokens == 300
+            assert answer.usage.prompt_tokens == whole.usage.prompt_tokens
+            # One gateway alone, that comes back.
+            pieces.clear()
+            running = asyncio.create_task(generate_somewhere([two.stub], request, pieces.append))
+            await asyncio.to_thread(eventually, lambda: len(pieces) > 5)
+            second.kill()
+            with await asyncio.to_thread(second.restarted):
+                answer = await running
+                whole = await plain(two, request, answer.seed)
+                assert (answer.token_ids, answer.text) == (whole.token_ids, whole.text)
+                # What no gateway takes is refused at once, and by its name.
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await generate_somewhere([two.stub], make_request(()))
+                assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_nobody_there_is_an_error_at_once() -> None:
+    async with Client("127.0.0.1:1") as one, Client("127.0.0.1:2") as two:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await asyncio.wait_for(generate_somewhere([one.stub, two.stub], make_request()), 10)
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
