@@ -12,6 +12,7 @@ from gateway.gateway import Gateway
 from gateway.outlet import Outlet
 from gateway.request import Origin
 from outrider.errors import OutriderError, abort
+from outrider.stream import PEER_GONE
 from outrider.v1 import gateway_pb2, gateway_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         origin = Origin(request_id, str(metadata.get("traceparent", "")))
         try:
             await self._answer(message, origin, context)
+        except PEER_GONE:
+            log.info("request %s: the client has gone", request_id)
         except OutriderError as error:
             await abort(context, error)
         except Exception as error:

@@ -6,6 +6,7 @@ A reader never awaits a write, so a peer that stops reading can never stop its o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
@@ -15,6 +16,10 @@ import grpc
 Event = TypeVar("Event")
 Response = TypeVar("Response")
 _Event_co = TypeVar("_Event_co", covariant=True)
+
+
+PEER_GONE = grpc.aio.InternalError
+"""What gRPC raises where a message is written to a peer that has gone: nobody is left to be told."""
 
 
 class Source(Protocol[_Event_co]):
@@ -69,8 +74,9 @@ async def serve_stream(
     """
 
     async def write() -> None:
-        while (batch := await source.next_batch()) is not None:
-            await context.write(to_message(batch))
+        with contextlib.suppress(PEER_GONE):
+            while (batch := await source.next_batch()) is not None:
+                await context.write(to_message(batch))
 
     async def read() -> None:
         while (request := await context.read()) is not grpc.aio.EOF:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import grpc
 
 from outrider.errors import OutriderError, Unavailable, abort
-from outrider.stream import serve_stream
+from outrider.stream import PEER_GONE, serve_stream
 from outrider.v1 import target_pb2, target_pb2_grpc
 from target_service.attach import Buffers
 from target_service.attach_stream import serve_attach
@@ -68,7 +69,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         """A draft beside this target."""
         target = await self._loaded(context)
         try:
-            await serve_attach(context, target.buffers, target.info.instance_id, target.submit)
+            with contextlib.suppress(PEER_GONE):
+                await serve_attach(context, target.buffers, target.info.instance_id, target.submit)
         except OutriderError as error:
             await abort(context, error)
 

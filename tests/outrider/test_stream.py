@@ -63,6 +63,20 @@ async def test_events_come_back_in_order_and_half_close_ends_the_stream(echo):
     assert await call.code() == grpc.StatusCode.OK
 
 
+async def test_a_peer_that_has_gone_is_no_error():
+    class Context:
+        async def read(self):
+            await asyncio.sleep(60)
+
+        async def write(self, message):
+            raise grpc.aio.InternalError("execute_batch")  # as grpc.aio does
+
+    outbox = Outbox()
+    outbox.put(draft_pb2.DraftEvent())
+    async with asyncio.timeout(10):
+        await serve_stream(Context(), print, outbox, lambda events: events)
+
+
 @pytest.mark.parametrize("how", ["cancel", "half-close"])
 async def test_however_a_stream_ends_its_state_goes(echo, how):
     servicer, stub = echo
