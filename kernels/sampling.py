@@ -14,6 +14,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from kernels import triton_forms
 from kernels.gumbel_max import NO_TOKEN, sample_rows
 from kernels.penalties import TokenHistory, apply_penalties
 from kernels.sampling_params import SamplingParams
@@ -63,6 +64,10 @@ def choose_tokens(logits: Tensor, chains: Iterable[ChainRows]) -> list[int]:
     num_rows = sum(chain.num_rows for chain in chains)
     if logits.dtype != torch.float32 or logits.dim() != 2 or logits.shape[0] != num_rows:
         raise ValueError(f"logits: expected float32 [{num_rows}, V], found {logits.dtype} {list(logits.shape)}")
+    if triton_forms.wanted(logits):
+        from kernels.triton_forms import choice
+
+        return choice.choose_tokens(logits, chains)
     chosen: list[int] = []
     for plain, group in groupby(chains, key=lambda chain: chain.params.greedy and not chain.adjusts):
         if plain:

@@ -1,0 +1,151 @@
+"""The choice of tokens: the largest logit, or the largest sum of filtered logit and noise, the lowest token on a tie.
+
+Three passes over blocks of the vocabulary, none of which waits for the host: the largest logit of each block; what a
+sampling row's tokens become with temperature, filters and noise; the best of the blocks. Between the first two, for
+rows with top-k or top-p, a program a row finds the border of what stays (`nucleus.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton_forms.noise import gumbel_noise
+from kernels.triton_forms.nucleus import find_borders
+
+_BLOCK = 2048
+
+
+@dataclass(frozen=True)
+class RowParams:
+    """How each row chooses, tensors [R] on the device of the logits.
+
+    temperature: float32, 0 is greedy. log_min_p: float32, -inf filters nothing. seed: int64, the bits of the unsigned
+    seed. position: int32, of the token that is chosen. top_k: int32, at most the vocabulary, 0 filters nothing. top_p:
+    float32, at least 1 filters nothing. `all_greedy` and `filters`, of top-k or top-p, are known to the host, which
+    leaves out passes that no row needs.
+    """
+
+    temperature: torch.Tensor
+    log_min_p: torch.Tensor
+    seed: torch.Tensor
+    position: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    all_greedy: bool
+    filters: bool
+
+
+def choose(logits: torch.Tensor, params: RowParams) -> torch.Tensor:
+    """Returns each row's token, int64 [R], for float32 logits [R, V]; -1 where all are -inf or one is NaN."""
+    rows, vocabulary = logits.shape
+    logits = logits.contiguous()
+    blocks = triton.cdiv(vocabulary, _BLOCK)
+    best = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
+    at = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if not rows:
+        return tokens
+    _largest_of_block[(blocks, rows)](logits, best, at, vocabulary, blocks, BLOCK=_BLOCK)
+    if not params.all_greedy:
+        largest = best.amax(-1)  # NaN where a block has one
+        borders, border_tokens = find_borders(logits, largest, params) if params.filters else (None, None)
+        noisy, noisy_at = torch.empty_like(best), torch.empty_like(at)
+        _noisiest_of_block[(blocks, rows)](
+            logits,
+            best,
+            at,
+            largest,
+            borders,
+            border_tokens,
+            params.temperature,
+            params.log_min_p,
+            params.seed,
+            params.position,
+            noisy,
+            noisy_at,
+            vocabulary,
+            blocks,
+            BLOCK=_BLOCK,
+        )
+        best, at = noisy, noisy_at
+    _best_block[(rows,)](best, at, tokens, blocks, BLOCKS=triton.next_power_of_2(blocks))
+    return tokens
+
+
+@triton.jit
+def scaled_logits(logits, largest, temperature):
+    """Logits / temperature, less their largest: at most 0."""
+    top = tl.minimum(largest, 3.4028234663852886e38)
+    return (tl.minimum(logits, 3.4028234663852886e38) - top) / tl.maximum(temperature, 1.1754943508222875e-38)
+
+
+@triton.jit
+def _lowest_of_largest(values, tokens):
+    """The largest value, and the lowest of the tokens that have it; NaN where there is one."""
+    not_a_number = tl.max((values != values).to(tl.int32), 0)
+    largest = tl.max(values, 0)
+    token = tl.min(tl.where(values == largest, tokens, 2147483647), 0)
+    return tl.where(not_a_number > 0, float("nan"), largest), token
+
+
+@triton.jit
+def _largest_of_block(logits, best, at, vocabulary, blocks, BLOCK: tl.constexpr):
+    block, row = tl.program_id(0), tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(logits + row.to(tl.int64) * vocabulary + token, mask=token < vocabulary, other=float("-inf"))
+    largest, first = _lowest_of_largest(value, token)
+    tl.store(best + row * blocks + block, largest)
+    tl.store(at + row * blocks + block, first)
+
+
+@triton.jit
+def _noisiest_of_block(
+    logits,
+    best,
+    at,
+    largest,
+    borders,
+    border_tokens,
+    temperature,
+    log_min_p,
+    seed,
+    position,
+    noisy,
+    noisy_at,
+    vocabulary,
+    blocks,
+    BLOCK: tl.constexpr,
+):
+    block, row = tl.program_id(0), tl.program_id(1)
+    place = row * blocks + block
+    top, heat = tl.load(largest + row), tl.load(temperature + row)
+    # Greedy rows, and those without a choice, keep what the first pass found.
+    if (heat == 0) | (top != top) | (top == float("-inf")):
+        tl.store(noisy + place, tl.where(top != top, top, tl.load(best + place)))
+        tl.store(noisy_at + place, tl.load(at + place))
+        return
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(logits + row.to(tl.int64) * vocabulary + token, mask=token < vocabulary, other=float("-inf"))
+    scaled = scaled_logits(value, top, heat)
+    stays = (scaled >= tl.load(log_min_p + row)) & (token < vocabulary)
+    if borders is not None:
+        border = tl.load(borders + row)
+        stays = stays & ((value > border) | ((value == border) & (token <= tl.load(border_tokens + row))))
+    noise = gumbel_noise(tl.load(seed + row), tl.load(position + row), block * BLOCK, BLOCK)
+    largest_sum, first = _lowest_of_largest(tl.where(stays, scaled + noise, float("-inf")), token)
+    tl.store(noisy + place, largest_sum)
+    tl.store(noisy_at + place, first)
+
+
+@triton.jit
+def _best_block(best, at, tokens, blocks, BLOCKS: tl.constexpr):
+    row = tl.program_id(0)
+    block = tl.arange(0, BLOCKS)
+    value = tl.load(best + row * blocks + block, mask=block < blocks, other=float("-inf"))
+    token = tl.load(at + row * blocks + block, mask=block < blocks, other=2147483647)
+    largest, first = _lowest_of_largest(value, token)
+    tl.store(tokens + row, tl.where(largest > float("-inf"), first, -1).to(tl.int64))
