@@ -26,6 +26,7 @@ CANCELLED = 130  # exit code after Ctrl-C, as shells have it
 BROKEN_PIPE = 141  # and after the reader of standard output has left
 
 _NO_CONNECTION = "failed to connect"  # as gRPC says it
+_NOT_LET_IN = ("handshake", "Verification", "Socket closed")  # TLS on one side only, or another certificate
 
 Result = TypeVar("Result")
 
@@ -131,12 +132,21 @@ def describe(error: grpc.aio.AioRpcError) -> str:
     """One line that names the code, the field where one is to blame, and what was wrong with it."""
     status = rpc_status.from_call(error)
     if status is None and _NO_CONNECTION in (error.details() or ""):
-        return f"{error.code().name}: {error.details()}; `outrider up` starts a gateway, --address names another"
+        return f"{error.code().name}: {error.details()}; {_hint(error.details() or '')}"
     known = from_status(status) if status is not None else None
     message = " ".join((known.message if known else error.details() or "no details").split())
     if isinstance(known, InvalidArgument) and not message.startswith(known.field):
         message = f"{known.field}: {message}"
     return f"{error.code().name}: {message}"
+
+
+def _hint(details: str) -> str:
+    """What to look at where no connection came about."""
+    if any(sign in details for sign in _NOT_LET_IN):
+        return (
+            "something listens there: does it speak TLS (--peer-ca-certs), and ask for a certificate (--ssl-certfile)?"
+        )
+    return "`outrider up` starts a gateway, --address names another"
 
 
 def fail(message: str) -> NoReturn:

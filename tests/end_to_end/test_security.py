@@ -97,6 +97,10 @@ def test_commands_show_a_certificate_and_a_token(secured: Secured, monkeypatch: 
     done = outrider(*address, *tls, "--token-file", str(secured.gateway.tokens))
     assert (done.returncode, done.stderr) == (0, "")
 
+    for missing in ([], ["--peer-ca-certs", str(secured.client.authorities)]):
+        refused = outrider(*address, *missing)
+        assert refused.returncode == 1 and "something listens there: does it speak TLS" in refused.stderr
+
     monkeypatch.setenv("OUTRIDER_PEER_CA_CERTS", str(secured.client.authorities))
     monkeypatch.setenv("OUTRIDER_SSL_CERTFILE", str(secured.client.certificate))
     monkeypatch.setenv("OUTRIDER_SSL_KEYFILE", str(secured.client.key))

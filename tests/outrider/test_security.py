@@ -18,6 +18,7 @@ from outrider.credentials import is_local
 from outrider.errors import Unauthenticated, from_status
 from outrider.security import NO_SECURITY, ClientSecurity, CommandSecurity, ServerSecurity
 from outrider.server import ServiceFrame
+from outrider.v1 import target_pb2, target_pb2_grpc
 from tests.certificates import Authority, Secrets, replace
 
 SERVICE = "outrider.v1.TargetService"
@@ -109,8 +110,13 @@ async def test_a_call_needs_one_of_the_tokens_and_a_health_check_none(tmp_path: 
             assert why.startswith(f"{SERVICE}: ") and why.endswith("found another")
 
 
-async def test_a_refused_call_carries_the_reason(files: Secrets) -> None:
+async def test_a_refused_call_carries_the_reason_and_is_counted(files: Secrets) -> None:
     async with serving(ServerSecurity(token_file=files.tokens)) as frame, connect(frame.address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
+            await target_pb2_grpc.TargetServiceStub(channel).GetTargetInfo(target_pb2.GetTargetInfoRequest())
+        labels = {"grpc_type": "unary", "grpc_service": SERVICE, "grpc_method": "GetTargetInfo"}
+        counted = {**labels, "grpc_code": "Unauthenticated"}
+        assert frame.registry.get_sample_value("grpc_server_handled_total", counted) == 1
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         call = stub.ServerReflectionInfo()  # a held stream that writes nothing is refused, too
         with pytest.raises(grpc.aio.AioRpcError) as caught:
