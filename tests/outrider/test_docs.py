@@ -56,7 +56,7 @@ def test_flags_that_are_named_exist() -> None:
 
 
 def test_series_that_are_named_exist() -> None:
-    """Families of `outrider_` in the services' sources."""
+    """Families in the sources."""
     sources = "".join(
         path.read_text()
         for folder in ("gateway", "target_service", "draft_service", "outrider")
