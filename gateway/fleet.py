@@ -74,15 +74,20 @@ class Fleet:
         """The targets that serve now, of one model or of all."""
         return [target for target in self.targets if target.available and model in ("", target.info.model)]
 
-    def choose_target(self, model: target_pb2.GetTargetInfoResponse, avoid: Collection[Target] = ()) -> Target | None:
-        """The least busy target that can carry on what began on a target of this model."""
+    def choose_target(
+        self, model: target_pb2.GetTargetInfoResponse, avoid: Collection[Target] = (), draft_model: str = ""
+    ) -> Target | None:
+        """The least busy target that can carry on what began on a target of this model.
+
+        Where a draft is asked for by name, those that have it go first.
+        """
         return min(
             (
                 target
                 for target in self.available_targets(model.model)
                 if target not in avoid and serves_the_same(target.info, model)
             ),
-            key=lambda target: target.num_sequences,
+            key=lambda target: (bool(draft_model) and not target.has_draft(draft_model), target.num_sequences),
             default=None,
         )
 

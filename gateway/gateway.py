@@ -47,7 +47,7 @@ class Gateway:
         if self.draining:
             raise _draining()
         target = await self._target_of(message.model)
-        self._check_draft_model(message.speculation.draft_model, target)
+        self._check_draft_model(message.speculation.draft_model, target.info.model)
         arguments = (message, target.info, target.tokenizer, self._defaults)
         if message.ByteSize() > _SMALL_PROMPT_BYTES and message.WhichOneof("prompt") != "token_ids":
             admitted = await asyncio.to_thread(admit, *arguments)
@@ -151,8 +151,9 @@ class Gateway:
             raise Unavailable(f"no target serves {name} now: {problems}")
         return min(available, key=lambda target: target.num_sequences)
 
-    def _check_draft_model(self, draft_model: str, target: Target) -> None:
-        drafts = {draft.info.model for draft in target.drafts if draft.info.model}
+    def _check_draft_model(self, draft_model: str, model: str) -> None:
+        beside = (draft for target in self._fleet.known_models()[model] for draft in target.drafts)
+        drafts = {draft.info.model for draft in beside if draft.info.model}
         if draft_model and draft_model not in drafts:
             found = ", ".join(sorted(drafts)) or "none"
             raise NotFound(f"speculation.draft_model: {draft_model!r:.80} is not beside this model; known are {found}")

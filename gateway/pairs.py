@@ -120,6 +120,10 @@ class Target(Peer):
             raise SequenceLost(LOST, self.problem)
         return self.session.open(command)
 
+    def has_draft(self, model: str) -> bool:
+        """Whether a draft of that name can be used now."""
+        return any(draft.available and draft.info.model == model for draft in self.drafts)
+
     def choose_draft(self, model: str, num_tokens: int, avoid: Collection[Draft] = ()) -> Draft | None:
         """A draft that can propose after `num_tokens`: of that name, where one is given, else drawn by weight.
 

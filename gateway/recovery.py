@@ -61,7 +61,9 @@ class Recovery:
             changed = self._fleet.changed()
             now = self._now()
             avoided = [target for target, until in self._full.items() if until > now]
-            target = self._fleet.choose_target(self._request.model, avoid=avoided)
+            target = self._fleet.choose_target(
+                self._request.model, avoid=avoided, draft_model=self._request.admitted.draft_model
+            )
             if target is not None:
                 return target
             if self._deadline is None:

@@ -12,8 +12,8 @@ from outrider.cli.client import Generation
 from outrider.cli.resume import continuation, generate_somewhere
 from outrider.v1 import gateway_pb2
 from tests.gateway.client import Answer, Client, make_request
-from tests.gateway.test_faults import pair_of
-from tests.scripted.cluster import Cluster, eventually, start_gateway
+from tests.gateway.test_faults import pair_of, run
+from tests.scripted.cluster import Cluster, eventually, scripted_target, start_gateway
 
 SAMPLED = {"temperature": 0.8, "logit_bias": {0: 1.0}}
 SLOW = [("x-request-id", "delay=0.02")]
@@ -92,6 +92,22 @@ async def test_a_client_goes_on_at_the_next_gateway_or_at_the_same_when_it_is_ba
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
                     await generate_somewhere([two.stub], make_request(()))
                 assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_single_target_is_rolled_out_under_its_requests() -> None:
+    with (
+        scripted_target("--delay", "0.01", "--grace", "5.5") as target,
+        start_gateway([target.address]) as gateway,
+    ):
+        async with Client(gateway.address) as client:
+            running = asyncio.create_task(run(client, count=200, requests=3))
+            await asyncio.to_thread(eventually, lambda: target.metric("outrider_num_sequences") == 3)
+            assert await asyncio.to_thread(target.stop, 10) == 0
+            assert not running.done()
+            with await asyncio.to_thread(target.restarted):
+                await running
+        assert gateway.metric("outrider_request_recoveries_total", reason="DRAINING") >= 3
+        assert gateway.metric("outrider_request_recoveries_total", reason="LOST") == 0
 
 
 async def test_nobody_there_is_an_error_at_once() -> None:

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 import yaml
 
@@ -76,6 +77,20 @@ def _named(draft: str) -> gateway_pb2.GenerateRequest:
     request = gateway_pb2.GenerateRequest(token_ids={"token_ids": [5, 6, 7]}, max_new_tokens=10, ignore_eos=True)
     request.speculation.draft_model = draft
     return request
+
+
+async def test_a_draft_asked_for_by_name_is_found_beside_any_target(beside: list[Service]) -> None:
+    target, old, new = beside
+    with (
+        scripted_target() as other,
+        start_gateway([f"{target.address}={old.address},{new.address}:0%", other.address]) as gateway,
+    ):
+        eventually(lambda: gateway.metric("outrider_peer_available") == 4)
+        async with Client(gateway.address) as client:
+            await asyncio.gather(*(client.send(_named("new")) for _ in range(8)))
+            assert requests_of(gateway) == (0, 8)
+            code, message = await client.refusal(_named("newer"))
+            assert code is grpc.StatusCode.NOT_FOUND and "known are new, old" in message
 
 
 async def test_a_draft_that_fails_hands_its_requests_to_the_other(beside: list[Service]) -> None:
