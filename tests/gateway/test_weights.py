@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from outrider.v1 import gateway_pb2
-from tests.gateway.client import Client
+from tests.gateway.client import Client, make_request
 from tests.gateway.test_faults import run
 from tests.processes import Service
-from tests.scripted.cluster import eventually, scripted_draft, scripted_target, start_gateway
+from tests.scripted.cluster import eventually, scripted_cluster, scripted_draft, scripted_target, start_gateway
 
 
 @pytest.fixture(scope="module")
@@ -186,3 +186,17 @@ def test_pairs_of_the_command_line_are_not_replaced_by_a_file(beside: list[Servi
         gateway.hang_up()
         eventually(lambda: "the pairs come from --pair or the environment" in gateway.text)
         assert gateway.metric("outrider_last_reload_successful") == 0
+
+
+async def test_a_named_draft_is_used_wherever_it_is() -> None:
+    """The request goes to the target that has the draft beside it, however busy that one is."""
+    with scripted_cluster([[], []], [["--model", "one"], ["--model", "two"]], ["--draft-tokens", "3"]) as cluster:
+        async with Client(cluster.gateway.address) as client:
+            for name in ("one", "two", "one", "two"):
+                request = make_request(max_new_tokens=20, ignore_eos=True)
+                request.speculation.draft_model = name
+                answers = await asyncio.gather(*(client.send(request) for _ in range(4)))
+                assert all(answer.usage.draft_tokens for answer in answers), f"{name} was not used"
+            request.speculation.draft_model = "three"
+            code, message = await client.refusal(request)
+    assert code is grpc.StatusCode.NOT_FOUND and message.endswith("known are one, two")
