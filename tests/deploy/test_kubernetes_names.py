@@ -144,6 +144,15 @@ def test_selectors_select_one_workload_each(overlay):
 
 
 @every_overlay
+def test_policies_let_in_and_out_to_pods_that_exist(overlay):
+    for policy in objects(overlay, "NetworkPolicy"):
+        rules = [*policy["spec"].get("ingress", []), *policy["spec"].get("egress", [])]
+        for peer in [peer for rule in rules for peer in rule.get("from", rule.get("to"))]:
+            if peer.get("podSelector") and "namespaceSelector" not in peer:
+                assert sum(selects(peer["podSelector"], labels_of(workload)) for workload in workloads(overlay)) == 1
+
+
+@every_overlay
 def test_every_workload_has_a_budget_a_policy_and_a_service(overlay):
     for workload in workloads(overlay):
         for kind in ("PodDisruptionBudget", "NetworkPolicy", "Service"):

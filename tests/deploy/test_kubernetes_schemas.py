@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,7 @@ def test_kubernetes_takes_every_object(directory, version):
     for found in build(directory):
         if not is_custom(found):
             kubernetes_validate.validate(found, version, strict=True)
+            assert not re.search("alpha|beta", found["apiVersion"]), "clusters serve these only when they are told to"
 
 
 @pytest.mark.parametrize("directory", BUILT)
