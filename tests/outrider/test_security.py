@@ -18,6 +18,7 @@ from outrider.credentials import is_local
 from outrider.errors import Unauthenticated, from_status
 from outrider.security import NO_SECURITY, ClientSecurity, CommandSecurity, ServerSecurity
 from outrider.server import ServiceFrame
+from outrider.tokens import tokens_of
 from outrider.v1 import target_pb2, target_pb2_grpc
 from tests.certificates import Authority, Secrets, replace
 
@@ -195,6 +196,23 @@ async def test_half_a_rotation_changes_nothing(files: Secrets, caplog: pytest.Lo
         replace(files.key, key)
         _, why = await refusal(frame.address, security)
         assert "handshake failed" in why  # now it is another authority's
+
+
+def test_a_link_that_is_turned_is_a_change(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As Kubernetes replaces the files of a Secret: all at once, by a link to another folder."""
+    for name, token in (("first", "1" * 16), ("second", "2" * 16)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "token").write_text(token)
+    (tmp_path / "data").symlink_to("first")
+    (tmp_path / "token").symlink_to("data/token")
+    tokens = tokens_of(tmp_path / "token", "--token-file")
+    assert tokens.get() == ("1" * 16,) and tokens.get() is tokens.get()
+    (tmp_path / "next").symlink_to("second")
+    (tmp_path / "next").replace(tmp_path / "data")
+    assert tokens.get() == ("2" * 16,)
+    (tmp_path / "data").unlink()
+    assert tokens.get() == tokens.get() == ("2" * 16,)
+    assert len([record for record in caplog.records if "stays in use" in record.message]) == 1
 
 
 async def test_the_health_port_answers_health_alone_without_tls(files: Secrets) -> None:
