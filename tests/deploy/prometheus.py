@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
@@ -85,13 +86,13 @@ class Prometheus:
         return alerts
 
     def wait_ready(self, seconds: float = 20) -> None:
-        """Returns once it answers."""
+        """Returns once it is ready."""
         deadline = time.monotonic() + seconds
         while True:
             try:
-                self.query("vector(1)")
+                urllib.request.urlopen(f"http://{self.address}/-/ready", timeout=5).close()
                 return
-            except OSError:
+            except OSError:  # nobody listens yet, or it answers 503
                 if time.monotonic() > deadline or self.process.poll() is not None:
                     raise AssertionError(f"prometheus does not answer:\n{self._log.read_text()}") from None
                 time.sleep(0.1)
