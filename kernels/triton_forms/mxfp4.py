@@ -65,6 +65,11 @@ class PackedExperts:
         experts, outputs, half = self.values.shape
         return experts, outputs, 2 * half
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of all experts."""
+        return self.values.nbytes + self.scales.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
 
 def can_pack(weights: Sequence[object]) -> TypeGuard[Sequence[Mxfp4Weight]]:
     """Whether the Triton form takes these experts: MXFP4, with an even number of blocks a row."""

@@ -11,6 +11,7 @@ _BLOCK = 1024
 
 def sum_parts(parts: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """Returns parts[0] + ... + parts[S - 1] + bias, added up in float32 and rounded once: [T, N] in `dtype`."""
+    parts = parts.contiguous()
     num_parts, rows, width = parts.shape
     out = torch.empty(rows, width, dtype=dtype, device=parts.device)
     if rows:

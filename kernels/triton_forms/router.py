@@ -17,6 +17,7 @@ def choose_experts(
     parts: the logits' partial sums, float32 [S, T, E]; bias: [E]. Of equal logits the lowest expert is first.
     `normalize`: the shares of the chosen add up to 1; else they are those of a softmax over all.
     """
+    parts = parts.contiguous()
     num_parts, rows, experts = parts.shape
     ids = torch.empty(rows, top_k, dtype=torch.int64, device=parts.device)
     shares = torch.empty(rows, top_k, dtype=torch.float32, device=parts.device)

@@ -1,5 +1,6 @@
-"""Runs triton_forms/ in Triton's interpreter, in a process of its own: the interpreter is chosen at Triton's import."""
+"""Runs triton_forms/ and the bench in processes of their own: Triton chooses its interpreter when it is imported."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,13 +8,39 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[2]
+
+
+def run(*command, **environment):
+    environment = {**os.environ, **environment}
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+
 
 @pytest.mark.timeout(300)
 def test_in_the_interpreter():
-    pytest.importorskip("triton")
     folder = Path(__file__).parent / "triton_forms"
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", str(folder)]
-    result = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
-    )
+    result = run("-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", str(folder), TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+
+
+def test_the_bench_in_the_interpreter(tmp_path):
+    path, cases = tmp_path / "bench.json", ("add_rms_norm", "router")
+    result = run("-m", "kernels.bench", "--json", str(path), "--only", *cases, TRITON_INTERPRET="1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    results = json.loads(path.read_text())["results"]
+    assert {line["name"] for line in results} == set(cases)
+    for line in results:
+        assert line["bits"]
+        assert line["error"] < 1e-5
+        assert {"rows", "seconds", "bytes", "share"} <= line.keys()
+
+
+def test_kernels_compile_without_a_device():
+    result = run("-m", "kernels.bench", "--compile", "--only", "attention_decode", "experts_prefill", "choice_greedy")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "_attend_split" in result.stdout
+    assert "wgmma" in result.stdout
+    assert result.stdout.count("_experts:") == 2

@@ -7,6 +7,8 @@ from kernels import native
 from kernels.linear import linear, pack_weight
 from kernels.moe import Experts, route
 from kernels.triton_forms.linear import linear_parts, split_inputs
+from kernels.triton_forms.parts import sum_parts
+from kernels.triton_forms.router import choose_experts
 from tests.kernels.triton_forms.conftest import close
 
 
@@ -48,6 +50,14 @@ def test_router(random, dtype, normalize):
         alone = route(x[row : row + 1], experts)
         assert torch.equal(alone[0][0], ids[row])
         assert torch.equal(alone[1][0], shares[row])
+
+
+def test_parts_may_be_a_view(random):
+    parts = random(3, 8, 12)
+    found = choose_experts(parts[:, 2:5], None, 2, True), sum_parts(parts[:, 2:5], None, torch.float32)
+    expected = choose_experts(parts[:, 2:5].contiguous(), None, 2, True)
+    assert torch.equal(found[0][0], expected[0])
+    close(found[1], parts[:, 2:5].sum(0), torch.float32)
 
 
 def test_ties_go_to_the_lowest_expert(random):

@@ -1,0 +1,129 @@
+"""Router, experts, and the choice of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+
+from kernels.bench.cases import FEW, Case, Data, first_rows
+from kernels.gumbel_max import sample_rows
+from kernels.mxfp4 import BLOCK, dequantize_mxfp4
+from kernels.sampling_params import SamplingParams
+from kernels.swiglu import clamped_swiglu
+
+_ROUTINGS = 8  # sets of chosen experts that take turns
+
+
+def router_cases(data: Data) -> Iterator[Case]:
+    """Top-k and softmax of the logits' partial sums."""
+    from kernels.triton_forms.router import choose_experts
+
+    s, parts = data.sizes, 8
+    logits = data.normal(parts, 8, s.experts, dtype=torch.float32)
+    first = first_rows(logits)
+    yield Case(
+        "router",
+        lambda rows, _: choose_experts(first(rows), None, s.top_k, True)[1],
+        lambda rows: logits[:, :rows].sum(0).topk(s.top_k).values.softmax(-1),
+        lambda rows: rows * s.experts * 4 * parts,
+    )
+
+
+def expert_cases(data: Data) -> Iterator[Case]:
+    """Few rows, a batch, and a prompt's chunk, of experts chosen evenly."""
+    from kernels.triton_forms.experts import Activation, moe_parts
+    from kernels.triton_forms.mxfp4 import pack_experts
+    from kernels.triton_forms.parts import sum_parts
+
+    s, rows = data.sizes, data.sizes.prompt
+    halves = [_random_experts(data, 2 * s.intermediate, s.hidden), _random_experts(data, s.hidden, s.intermediate)]
+    gate_up, down = (pack_experts(*tensors) for tensors in halves)
+    x = data.normal(rows, s.hidden)
+    draws = [data.normal(rows, s.experts, dtype=torch.float32).topk(s.top_k) for _ in range(_ROUTINGS)]
+    routings = [(draw.indices, draw.values.softmax(-1)) for draw in draws]
+    expert_bytes = (gate_up.nbytes + down.nbytes) // s.experts
+
+    def compute(rows: int, copy: int) -> torch.Tensor:
+        ids, shares = routings[copy]
+        parts = moe_parts(x[:rows], ids[:rows], shares[:rows], gate_up, down, Activation(1.702, 7.0, 1.0))
+        return sum_parts(parts, None, data.dtype)
+
+    def reference(rows: int) -> torch.Tensor:
+        ids, shares = (part[:rows] for part in routings[0])
+        total = torch.zeros(rows, s.hidden, device=data.device)
+        for expert in ids.unique().tolist():
+            row, rank = torch.where(ids == expert)
+            y = _apply(halves[0], expert, x[row].float())
+            y = _apply(halves[1], expert, clamped_swiglu(y).to(data.dtype).float())
+            total.index_put_((row,), y * shares[row, rank, None], accumulate=True)
+        return total
+
+    def num_bytes(rows: int) -> int:
+        chosen = sum(ids[:rows].unique().numel() for ids, _ in routings)
+        return chosen * expert_bytes // len(routings) + 2 * rows * s.hidden * data.dtype.itemsize
+
+    yield Case("experts", compute, reference, num_bytes, FEW, _ROUTINGS)
+    yield Case("experts_batch", compute, reference, num_bytes, (min(64, rows), min(256, rows)), _ROUTINGS)
+    flops = 6.0 * s.top_k * s.hidden * s.intermediate
+    yield Case(
+        "experts_prefill", compute, reference, num_bytes, (rows,), independent=False, flops=lambda rows: flops * rows
+    )
+
+
+def _random_experts(data: Data, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Published tensors whose products keep the scale of their inputs."""
+    experts, groups = data.sizes.experts, inputs // BLOCK
+    blocks = data.integers(0, 256, experts, outputs, groups, BLOCK // 2, dtype=torch.uint8)
+    exponent = 127 - 2 - round(0.5 * torch.tensor(inputs).log2().item())
+    scales = data.integers(exponent - 1, exponent + 2, experts, outputs, groups, dtype=torch.uint8)
+    return blocks, scales, data.normal(experts, outputs, scale=0.1)
+
+
+def _apply(half: tuple[torch.Tensor, torch.Tensor, torch.Tensor], expert: int, x: torch.Tensor) -> torch.Tensor:
+    blocks, scales, bias = half
+    return x @ dequantize_mxfp4(blocks[expert], scales[expert], torch.float32).T + bias[expert].float()
+
+
+def choice_cases(data: Data) -> Iterator[Case]:
+    """The choice of tokens: greedy, sampled, and with both filters."""
+    from kernels.triton_forms.sampling import RowParams, choose
+
+    vocabulary = data.sizes.vocabulary
+    logits = data.normal(8, vocabulary, scale=3.0, dtype=torch.float32)
+
+    def case(name: str, params: SamplingParams) -> Case:
+        def tensors(rows: int) -> RowParams:
+            def column(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+                return torch.full((rows,), value, dtype=dtype, device=data.device)
+
+            return RowParams(
+                temperature=column(params.temperature),
+                log_min_p=column(float("-inf")),
+                seed=column(params.seed, torch.int64),
+                position=torch.arange(100, 100 + rows, device=data.device).int(),
+                top_k=column(min(params.top_k, vocabulary), torch.int32),
+                top_p=column(params.top_p),
+                all_greedy=params.greedy,
+                filters=params.top_k > 0 or params.top_p < 1,
+            )
+
+        params_of = cache(tensors)
+
+        def reference(rows: int) -> torch.Tensor:
+            if params.greedy:
+                return logits[:rows].argmax(-1)
+            return torch.tensor(sample_rows(logits[:rows].cpu(), params, 100), device=data.device)
+
+        return Case(
+            name,
+            lambda rows, _: choose(logits[:rows], params_of(rows)),
+            reference,
+            lambda rows: rows * vocabulary * 4 * (1 if params.greedy else 2),
+            tolerance=0.0,
+        )
+
+    yield case("choice_greedy", SamplingParams(temperature=0))
+    yield case("choice_sampled", SamplingParams(temperature=0.8, seed=7))
+    yield case("choice_filtered", SamplingParams(temperature=0.8, seed=7, top_k=40, top_p=0.9))
