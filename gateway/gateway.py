@@ -19,8 +19,8 @@ from outrider.v1 import gateway_pb2
 # Prompts above this are tokenized in a thread: the loop must not stand still for the others' rounds.
 _SMALL_PROMPT_BYTES = 4096
 _PATIENCE_SECONDS = 1.0
-# Before the grace period ends, clients whose answers still run are told to go on elsewhere.
-EXPEL_BEFORE = 1.0
+# Seconds before the grace period ends at which clients whose answers still run are told to go on elsewhere.
+EXPEL_BEFORE = 1.5
 
 
 class Gateway:

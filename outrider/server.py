@@ -26,6 +26,8 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 # Health under this name answers SERVING for as long as the event loop turns: also while a service loads, is unattached
 # or drains, none of which a restart would mend.
 LIVENESS = "liveness"
+_STOP_SECONDS = 1.0  # of a grace period, for what was said last to be read
+_SHORTEST_SECONDS = 0.1  # for what runs to be told that it ends, whatever the grace period
 
 
 class ServiceFrame:
@@ -118,12 +120,12 @@ class ServiceFrame:
         await self.set_serving(False)
 
     async def drain(self, finished: Callable[[], Awaitable[None]], grace: float) -> None:
-        """Waits for `finished` for at most `grace` seconds, then ends what still runs and stops the server."""
+        """Waits for `finished`, then ends what still runs and stops the server, all within `grace` seconds."""
         try:
-            await asyncio.wait_for(finished(), grace)
+            await asyncio.wait_for(finished(), max(grace - _STOP_SECONDS, _SHORTEST_SECONDS))
         except TimeoutError:
             log.warning("streams still open after the grace period of %g s are ended", grace)
-        await self.stop(grace=1.0)
+        await self.stop(_STOP_SECONDS)
 
     async def stop(self, grace: float = 0.0) -> None:
         """Ends what still runs after `grace` seconds, and closes its ports. A second call does nothing."""

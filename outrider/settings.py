@@ -16,6 +16,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 import yaml
 
+from outrider.early_signals import take_early_signals
+
 
 def _read_yaml(context: typer.Context, path: Path | None) -> Path | None:
     """Takes the file's keys as defaults of the options of the same name; refuses unknown keys."""
@@ -92,6 +94,7 @@ def _parameters(cls: Any) -> list[inspect.Parameter]:
 
 def run_command(command: Callable[..., Any], name: str, arguments: Sequence[str] | None = None) -> None:
     """Runs `command` as the command line of the service `name` and exits: 0, or 2 with what was wrong with a flag."""
+    take_early_signals()
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(context_settings={"auto_envvar_prefix": f"OUTRIDER_{name.upper()}", "show_default": True})(command)
     app(args=None if arguments is None else list(arguments), prog_name=f"outrider {name}")

@@ -44,7 +44,7 @@ class Fleet:
 
 @contextlib.contextmanager
 def start_fleet(folder: Path) -> Iterator[Fleet]:
-    """Starts all; gateways give requests two seconds after SIGTERM, targets eight."""
+    """Starts all; gateways end three seconds after SIGTERM at the latest, targets eight."""
     model = write_tiny_llama(folder / "target", num_hidden_layers=3)
     for seed, name in enumerate(("one", "two", "three")):
         write_tiny_draft(folder / name, draft_vocab_size=320, seed=seed)
@@ -55,7 +55,7 @@ def start_fleet(folder: Path) -> Iterator[Fleet]:
         drafts = [stack.enter_context(start_draft(path, targets[0].address)) for path in paths]
         fleet = Fleet(folder, targets, drafts, [])
         fleet.write_pairs(50)
-        flags = ("--config", str(folder / "gateway.yaml"), "--grace", "2", "--draft-tokens", "3")
+        flags = ("--config", str(folder / "gateway.yaml"), "--grace", "3", "--draft-tokens", "3")
         fleet.gateways += [stack.enter_context(start_gateway([], *flags)) for _ in range(2)]
         eventually(fleet.everything_available, 10.0, dump=fleet.gateways)
         try:

@@ -1,7 +1,9 @@
 import asyncio
 import signal
+import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from grpc._cython import cygrpc
 
 from outrider import channels
 from outrider.server import LIVENESS, ServiceFrame
+from tests.drafts import write_tiny_draft
 
 SERVICE = "outrider.v1.GatewayService"
 SCRIPT = f"""
@@ -53,6 +56,57 @@ def test_a_process_serves_health_and_metrics_drains_and_exits_zero():
         assert "sequences: none" in errors and "Current thread" in errors
     finally:
         process.kill()
+
+
+@pytest.mark.parametrize("service", ["gateway", "draft_service"])
+def test_a_service_that_waits_for_its_target_ends_at_once(service: str, tmp_path: Path) -> None:
+    ports = [free_port() for _ in range(2)]
+    flags = {"gateway": ["--pair", "127.0.0.1:1"], "draft_service": ["--target", "127.0.0.1:1", "--model"]}[service]
+    if service == "draft_service":
+        flags.append(str(write_tiny_draft(tmp_path)))
+    listen = ["--listen", f"127.0.0.1:{ports[0]}", "--metrics-listen", f"127.0.0.1:{ports[1]}"]
+    process = subprocess.Popen([sys.executable, "-m", service, *flags, *listen])
+    try:
+
+        async def wait() -> None:
+            async with channels.connect(f"127.0.0.1:{ports[0]}") as channel:
+                await channels.wait_serving(channel, LIVENESS, timeout=30)
+
+        asyncio.run(wait())
+        process.send_signal(signal.SIGHUP)
+        process.terminate()
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+
+
+def test_a_process_that_is_only_starting_ends_at_once() -> None:
+    script = "import time; from outrider.settings import run_command; run_command(lambda: time.sleep(30), 'toy')"
+    process = subprocess.Popen([sys.executable, "-c", f"print(1, flush=True); {script}"], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout.read(1) == b"1"
+        deadline = time.monotonic() + 20
+        while not caught(process.pid, signal.SIGTERM):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGHUP)
+        process.terminate()
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+
+
+def caught(pid: int, number: int) -> bool:
+    """Whether a process has a handler for the signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (mask,) = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")]
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 async def test_health_is_not_serving_before_it_is_told_so():
