@@ -113,6 +113,17 @@ def parse_bytes(text: str) -> int:
         raise ValueError(f"expected a size such as 512MiB or 4GB, found {text!r}") from None
 
 
+def utf8(name: str, text: str) -> str:
+    """What an argument or a line of standard input says, whatever the locale takes its bytes for.
+
+    Raises a usage error naming it where they are no UTF-8.
+    """
+    try:
+        return text.encode(errors="surrogateescape").decode()
+    except UnicodeError:
+        raise usage_error(f"{name}: expected UTF-8, found {text!r:.80}") from None
+
+
 def usage_error(message: str) -> typer.BadParameter:
     """An error of the command line: printed with the usage, exit code 2."""
     return typer.BadParameter(message)

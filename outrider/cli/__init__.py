@@ -6,6 +6,7 @@ imported before the service has set its threads.
 
 from __future__ import annotations
 
+import io
 import runpy
 import sys
 from typing import Annotated
@@ -32,6 +33,9 @@ _HANDED_OVER = {"allow_extra_args": True, "ignore_unknown_options": True, "help_
 
 def main() -> None:
     """Entry point of the console script."""
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal may not show all that an answer holds
+            stream.reconfigure(errors=errors)
     app(prog_name="outrider")
 
 

@@ -66,6 +66,7 @@ def bench(
         )
     except (OSError, ValueError) as error:
         raise usage_error(f"--prompts: {error}") from error
+    _claim(json_file)
     for template in templates:
         template.max_new_tokens = max_new_tokens
         template.sampling.temperature = temperature
@@ -112,6 +113,15 @@ async def _take_apart(
     result = await speed.take_apart(options, requests, chains, transformers)
     print(report.speed_table(result))
     _write(json_file, report.machine() | result.as_json())
+
+
+def _claim(path: Path | None) -> None:
+    """Makes the file now: what cannot be written later on is known before anything is measured."""
+    if path is not None:
+        try:
+            path.touch()
+        except OSError as error:
+            raise usage_error(f"--json: {error}") from error
 
 
 def _write(path: Path | None, figures: dict[str, Any]) -> None:

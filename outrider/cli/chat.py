@@ -13,7 +13,7 @@ import typer
 from outrider.cli import client
 from outrider.cli.generate import answer
 from outrider.cli.options import GenerationOptions
-from outrider.settings import with_options
+from outrider.settings import utf8, with_options
 from outrider.v1 import gateway_pb2
 
 with contextlib.suppress(ImportError):  # not on every platform
@@ -27,7 +27,7 @@ def chat(
     options: GenerationOptions,
 ) -> None:
     """Talk to the model. /reset begins anew, Ctrl-C stops an answer, Ctrl-D or Ctrl-C at the prompt ends."""
-    opening = [gateway_pb2.Conversation.Message(role="system", content=system)] if system else []
+    opening = [gateway_pb2.Conversation.Message(role="system", content=utf8("--system", system))] if system else []
     with client.ended_by_reader():
         _converse(opening, options)
 
@@ -45,9 +45,12 @@ def _converse(opening: list[gateway_pb2.Conversation.Message], options: Generati
 
 
 def _read_line() -> str | None:
-    """The next line, or None at the end of the conversation."""
+    """The next line, nothing for one that is no text, or None at the end of the conversation."""
     try:
-        return input("> " if sys.stdin.isatty() else "").strip()
+        return utf8("message", input("> " if sys.stdin.isatty() else "").strip())
+    except typer.BadParameter as error:
+        print(f"outrider: {error.message}", file=sys.stderr)
+        return ""
     except (EOFError, KeyboardInterrupt):
         print()
         return None

@@ -11,7 +11,7 @@ import typer
 from outrider.cli import client, statistics
 from outrider.cli.options import GenerationOptions
 from outrider.cli.resume import generate_somewhere
-from outrider.settings import with_options
+from outrider.settings import utf8, with_options
 from outrider.v1 import gateway_pb2, gateway_pb2_grpc
 
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
@@ -27,12 +27,12 @@ def generate(
 ) -> None:
     """Answer PROMPT, streaming."""
     request = options.request()
-    content = sys.stdin.read() if prompt == "-" else prompt
+    content = utf8("PROMPT", sys.stdin.read() if prompt == "-" else prompt)
     if raw:
         request.text = content
     else:
         if system:
-            request.conversation.messages.add(role="system", content=system)
+            request.conversation.messages.add(role="system", content=utf8("--system", system))
         request.conversation.messages.add(role="user", content=content)
     client.run(answer(request, options))
 

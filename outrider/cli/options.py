@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from outrider.cli.connection import Connection
-from outrider.settings import usage_error
+from outrider.settings import usage_error, utf8
 from outrider.v1 import common_pb2, gateway_pb2
 
 UINT32 = 2**32 - 1  # the largest value of the contract's fields
@@ -59,14 +59,14 @@ class GenerationOptions(Connection):
             except ValueError:
                 raise usage_error(f"--logit-bias: expected ID=BIAS, found {item!r}") from None
         return gateway_pb2.GenerateRequest(
-            model=self.model,
+            model=utf8("--model", self.model),
             sampling=sampling,
             max_new_tokens=self.max_new_tokens,
             min_new_tokens=self.min_new_tokens,
-            stop=self.stop,
+            stop=[utf8("--stop", text) for text in self.stop],
             stop_token_ids=self.stop_token_id,
             ignore_eos=self.ignore_eos,
-            speculation=speculation(self.draft_tokens, self.draft_model),
+            speculation=speculation(self.draft_tokens, utf8("--draft-model", self.draft_model)),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -160,6 +161,58 @@ def test_bench_compares_with_no_draft(cluster: Cluster, tmp_path) -> None:
     assert without["tokens"] == with_draft["tokens"] > 0
     assert without["acceptance"]["drafted"] == 0 and with_draft["acceptance"]["length"] > 1
     assert with_draft["time_to_first_token"]["p99"] > 0
+
+
+def test_bench_knows_at_once_where_it_cannot_write(tmp_path) -> None:
+    done = outrider("bench", "--address", "127.0.0.1:1", "--json", str(tmp_path / "missing" / "bench.json"))
+    assert done.returncode == 2 and "--json" in done.stderr and "UNAVAILABLE" not in done.stderr
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["\udcff"], "PROMPT"),
+        (["-"], "PROMPT"),
+        (["x", "--stop", "\udcff"], "--stop"),
+        (["x", "--model", "\udcff"], "--model"),
+    ],
+)
+def test_what_is_no_text_is_refused_by_name(arguments: list[str], name: str, locale: str) -> None:
+    environment = {**os.environ, "LC_ALL": locale, "PYTHONUTF8": "0"}
+    done = subprocess.run(
+        command("generate", *arguments), input=b"\xff", capture_output=True, timeout=60, check=False, env=environment
+    )
+    assert done.returncode == 2
+    assert f"{name}: expected UTF-8".encode() in done.stderr and b"Traceback" not in done.stderr
+
+
+def test_a_conversation_goes_on_after_a_line_that_is_no_text(cluster: Cluster) -> None:
+    done = subprocess.run(
+        command("chat", "--address", cluster.gateway.address, *GREEDY),
+        input=b"\xff\none\n",
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    expected = answer_of(cluster, conversation=conversation(("user", "one")))
+    assert (done.returncode, done.stdout.decode()) == (0, f"{expected}\n\n")
+    assert done.stderr.startswith(b"outrider: message: expected UTF-8") and done.stderr.count(b"\n") == 1
+
+
+def test_any_locale_and_any_terminal_will_do(cluster: Cluster) -> None:
+    """The bytes of the arguments are UTF-8 whatever the locale is; what cannot be shown is a question mark."""
+    expected = answer_of(cluster, text="é😀")
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        command("generate", "é😀", "--raw", "--address", cluster.gateway.address, *GREEDY),
+        capture_output=True,
+        timeout=60,
+        check=False,
+        env=environment,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout == (expected + "\n").encode("ascii", "replace") and b"?" in done.stdout
 
 
 def test_bench_refuses_an_empty_file_of_prompts(tmp_path) -> None:
