@@ -61,6 +61,7 @@ class Loader:
         self._settings = settings
         self._stub = stub
         self._shared: SharedTensors | None = None  # kept over attempts that broke off
+        self._one_at_a_time = asyncio.Lock()  # a reload, and a target that comes back meanwhile
 
     async def inspect(self) -> NamedDraft:
         """Reads the headers. Links are followed now: a link that is changed later changes nothing that was read.
@@ -80,9 +81,12 @@ class Loader:
         tokenizer = await fetch_tokenizer(self._stub) if target.tokenizer_sha256 and draft.vocabulary_sha256 else {}
         compared = check_tokenizer(inspected, facts, tokenizer.get(TOKENIZER, b""), faults)
         faults.raise_if_any()
-        shared = await self._fetch_shared(fitted, target)
-        proposer = await asyncio.to_thread(build_proposer, self._settings, fitted, shared, target.max_sequence_length)
-        self._shared = None
+        async with self._one_at_a_time:
+            shared = await self._fetch_shared(fitted, target)
+            proposer = await asyncio.to_thread(
+                build_proposer, self._settings, fitted, shared, target.max_sequence_length
+            )
+            self._shared = None
         summary = {**fitted.summary(), "tokenizer": compared}
         log.info("%s", "; ".join(f"{name}: {value}" for name, value in summary.items()))
         return LoadedDraft(draft, fitted, proposer, target)

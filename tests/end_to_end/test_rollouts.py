@@ -125,3 +125,4 @@ def test_nothing_is_left_behind(fleet: Fleet) -> None:
         ) and all(target.metric("outrider_kv_cache_usage_perc") == 0 for target in fleet.targets)
 
     eventually(at_rest, 5.0, dump=[*fleet.targets, *fleet.drafts, *fleet.gateways])
+    eventually(lambda: all(target.metric("outrider_unreleased_slices") == 0 for target in fleet.targets), 5.0)
