@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from kernels import triton_forms
 from kernels.lanes import by_lanes
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """Returns silu(gate) * up, [T, I], of gate_up[T, 2 I] whose first half is the gate."""
+    if triton_forms.wanted(gate_up):
+        from kernels.triton_forms import gate as form
+
+        return form.swiglu(gate_up[None], None, gate_up.dtype)
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (gate * by_lanes(torch.sigmoid, gate) * up).to(gate_up.dtype)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels import triton_forms
 from kernels.attention_block import AttentionBlock, Rows, attention_block
 from kernels.kv_cache import KVCache
 from kernels.linear import PackedWeight, linear
@@ -78,8 +79,34 @@ class Model:
         `boundaries` are those of HiddenStates in the contract: 0 the embedding's output, N the last layer's, N + 1
         the same after the final norm.
         """
-        rows = Rows(batch.positions, batch.row_sequence, batch.page_tables, num_chain_rows=batch.num_chain_rows)
         x = self._embedding[batch.token_ids]
+        if not triton_forms.wanted(x):
+            return self._forward(x, _rows(batch), kv_cache, boundaries)
+        # Chains by themselves: the kernels of many rows would change their bits.
+        parts = [self._forward_triton(x[part], _rows(batch, part), kv_cache, boundaries) for part in _parts(batch)]
+        aux = {boundary: torch.cat([part.aux[boundary] for part in parts]) for boundary in parts[0].aux}
+        return ForwardOutput(torch.cat([part.hidden for part in parts]), aux)
+
+    def _forward_triton(
+        self, x: torch.Tensor, rows: Rows, kv_cache: KVCache, boundaries: Collection[int]
+    ) -> ForwardOutput:
+        from kernels.triton_forms import layer as form
+
+        if not all(form.takes(rows, layer.feed_forward) for layer in self._layers):
+            return self._forward(x, rows, kv_cache, boundaries)
+        last, eps = self.config.num_layers, self.config.rms_norm_eps
+        norms = [*(layer.attention.norm for layer in self._layers[1:]), self._norm]
+        normed = rms_norm(x, self._layers[0].attention.norm, eps)
+        aux = {}
+        for index, (layer, cache) in enumerate(zip(self._layers, kv_cache.layers, strict=True)):
+            if index in boundaries:
+                aux[index] = x
+            halves = layer.attention, layer.feed_forward
+            normed, x = form.decoder_layer(normed, x, *halves, rows, cache, norms[index], eps)
+        aux |= {boundary: rows for boundary, rows in ((last, x), (last + 1, normed)) if boundary in boundaries}
+        return ForwardOutput(normed, aux)
+
+    def _forward(self, x: torch.Tensor, rows: Rows, kv_cache: KVCache, boundaries: Collection[int]) -> ForwardOutput:
         aux = {}
         for index, (layer, cache) in enumerate(zip(self._layers, kv_cache.layers, strict=True)):
             if index in boundaries:
@@ -101,3 +128,19 @@ class Model:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns float32 [R, V] for rows [R, H] of ForwardOutput.hidden."""
         return linear(hidden, self._head, out_dtype=torch.float32)
+
+
+def _rows(batch: ForwardBatch, part: slice = slice(None)) -> Rows:
+    """Where the rows, or a part of them, stand."""
+    chain_rows = batch.num_chain_rows
+    if chain_rows is not None and part.start is not None:
+        chain_rows = 0
+    return Rows(batch.positions[part], batch.row_sequence[part], batch.page_tables, num_chain_rows=chain_rows)
+
+
+def _parts(batch: ForwardBatch) -> list[slice]:
+    """The rows of chains, and those of prompts."""
+    count = batch.num_chain_rows
+    if not count or count == len(batch.token_ids):
+        return [slice(None)]
+    return [slice(None, count), slice(count, None)]

@@ -7,6 +7,7 @@ from kernels import native
 from kernels.kv_cache import KVCache, slots_of, write_kv
 from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_torch
 from kernels.rope import RotaryTable, apply_rope
+from kernels.swiglu import swiglu
 from kernels.triton_forms import rms_norm as form
 from kernels.triton_forms.rope_kv import rope_and_write
 from tests.kernels.triton_forms.conftest import close
@@ -72,6 +73,14 @@ def test_rope_and_write(random, dtype, width, head_norms):
     )  # fmt: skip
     assert torch.equal(alone[0], q[1])
     assert torch.equal(expected.keys[3, ..., 0], found.keys[3, ..., 0])
+
+
+def test_gate(random, dtype):
+    gate_up = (random(5, 2 * 70) * 3).to(dtype)
+    found = swiglu(gate_up)
+    with native.form("torch"):
+        close(found, swiglu(gate_up), dtype)
+    assert torch.equal(swiglu(gate_up[3:4])[0], found[3])
 
 
 def test_the_form_is_a_choice(random):

@@ -1,0 +1,96 @@
+"""A decoder layer of few rows in as few kernels as its parts allow: ten or eleven with a mixture of experts.
+
+Projections leave partial sums, which the kernel that comes next adds up, with bias and residual; each half ends in the
+norm that the next half begins with. Nothing waits for the device, and every shape follows from the number of rows, so
+that layers can be captured in a graph.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.attention_block import AttentionBlock, Rows
+from kernels.kv_cache import LayerCache
+from kernels.mlp_block import MlpBlock
+from kernels.moe_block import MoeBlock
+from kernels.triton_forms.attention import MOST_CHAIN_ROWS, paged_attention
+from kernels.triton_forms.experts import Activation, moe_parts
+from kernels.triton_forms.gate import swiglu
+from kernels.triton_forms.linear import MOST_ROWS, linear_parts
+from kernels.triton_forms.rms_norm import add_rms_norm
+from kernels.triton_forms.rope_kv import rope_and_write
+from kernels.triton_forms.router import choose_experts
+
+
+def takes(rows: Rows, feed_forward: MlpBlock | MoeBlock) -> bool:
+    """Whether these rows, all of chains and few, go through `decoder_layer`."""
+    count = rows.positions.shape[0]
+    chain_rows = rows.num_chain_rows
+    are_chains = count <= MOST_CHAIN_ROWS if chain_rows is None else count == chain_rows
+    fits = isinstance(feed_forward, MlpBlock) or feed_forward.experts.packed is not None
+    return are_chains and count <= MOST_ROWS and fits
+
+
+def decoder_layer(
+    normed: torch.Tensor,
+    x: torch.Tensor,
+    attention: AttentionBlock,
+    feed_forward: MlpBlock | MoeBlock,
+    rows: Rows,
+    cache: LayerCache,
+    next_norm: torch.Tensor,
+    next_eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (rms_norm(y), y), [T, H], of the layer's output y for x[T, H] and normed, x after the layer's first norm.
+
+    next_norm, next_eps: of the norm that follows the layer.
+    """
+    parts = attention_parts(normed, attention, rows, cache)
+    normed, x = add_rms_norm(parts, x, feed_forward.norm, feed_forward.eps, attention.output.bias)
+    parts, bias = _feed_forward_parts(normed, feed_forward)
+    return add_rms_norm(parts, x, next_norm, next_eps, bias)
+
+
+def attention_parts(inputs: torch.Tensor, block: AttentionBlock, rows: Rows, cache: LayerCache) -> torch.Tensor:
+    """Partial sums of the attention half's output, without its bias; keys and values of inputs [T, K] are stored."""
+    q = rope_and_write(
+        linear_parts(inputs, block.qkv.weight),
+        block.qkv.bias,
+        block.rotary.cos,
+        block.rotary.sin,
+        rows.positions,
+        rows.sequences,
+        rows.page_tables,
+        cache,
+        block.num_heads,
+        block.q_norm,
+        block.k_norm,
+        block.eps,
+    )
+    attended = paged_attention(
+        q,
+        cache,
+        rows.page_tables,
+        rows.sequences,
+        rows.positions,
+        block.scale,
+        block.window,
+        block.sinks,
+        rows.first_positions,
+        q.shape[0],
+    )
+    return linear_parts(attended.flatten(1), block.output.weight)
+
+
+def _feed_forward_parts(normed: torch.Tensor, block: MlpBlock | MoeBlock) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Partial sums of the feed-forward half's output, and the bias that is still to be added."""
+    if isinstance(block, MlpBlock):
+        gated = swiglu(linear_parts(normed, block.gate_up.weight), block.gate_up.bias, normed.dtype)
+        return linear_parts(gated, block.down.weight), block.down.bias
+    experts = block.experts
+    if experts.packed is None:
+        raise ValueError("experts: expected MXFP4 with an even number of blocks in a row")
+    logits = linear_parts(normed, experts.router.weight)
+    ids, shares = choose_experts(logits, experts.router.bias, experts.top_k, experts.normalize)
+    activation = Activation(experts.alpha, experts.limit, experts.offset)
+    return moe_parts(normed, ids, shares, *experts.packed, activation), None
