@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.certificates import Authority, Secrets
-from tests.deploy.manifests import needs_kubectl
+from tests.deploy.manifests import KUBERNETES, needs_kubectl
 from tests.deploy.pod_run import ROOT, Run
 from tests.drafts import write_tiny_draft
 from tests.models import write_tiny_llama
@@ -86,7 +88,32 @@ def test_the_demo_starts_serves_and_drains(tmp_path, weights):
         assert [run.stop(container) for container in ("draft", "target", "gateway")] == [0, 0, 0]
 
 
-def test_a_pair_of_many_speaks_mutual_tls_and_its_canary_gets_a_share(tmp_path, weights):
+def shares(run: Run) -> dict[str, float]:
+    """The share of requests of each draft of pair-0, by the port that it has here."""
+    found = re.findall(r'outrider_draft_share\{address="localhost:(\d+)".* (\S+)', metrics(run, 9090))
+    return {port: float(share) for port, share in found}
+
+
+def roll_a_draft_out(run: Run, versions: Path) -> None:
+    """As docs/kubernetes.md has it: the canary reads v2 and gets a share, and the target never knows."""
+    instance = re.search(r"attached to target instance (\w+)", run.text("draft-canary"))
+    canary, script = str(run.port(7103)), run.folder("draft-canary", "/scripts") / "reload-draft.sh"
+    (versions / "canary").unlink()
+    (versions / "canary").symlink_to("v2")
+    subprocess.run(["sh", str(script), canary], check=True)
+    eventually(lambda: 'draft_model="v2"' in metrics(run, 9103), 20)
+    assert instance and run.text("draft-canary").count(instance[0]) == 2, "attached anew, to the same target"
+    assert "SIGHUP" not in run.text("draft"), "the other draft has nothing to do with it"
+
+    assert shares(run)[canary] == 0
+    pairs = run.folder("gateway", "/etc/outrider") / "gateway.yaml"
+    pairs.write_text(pairs.read_text().replace(":0%", ":10%"))
+    run.processes["gateway"].send_signal(signal.SIGHUP)
+    eventually(lambda: shares(run)[canary] == 0.1)
+    assert run.processes["target"].poll() is None
+
+
+def test_a_pair_of_many_speaks_mutual_tls_and_gets_a_new_draft(tmp_path, weights):
     """The pod of pair-0; the other pairs are not there, as with KEDA."""
     with running("many", tmp_path, weights, "target", "draft", "draft-canary", "gateway") as run:
         eventually(lambda: ready(run, "target", "draft", "gateway") and available(run) == 3, 20)
@@ -95,8 +122,12 @@ def test_a_pair_of_many_speaks_mutual_tls_and_its_canary_gets_a_share(tmp_path, 
         ask(run, "--peer-ca-certs", f"{tls}/ca.crt", *identity)
         with pytest.raises(AssertionError, match="UNAVAILABLE"):
             ask(run, "--peer-ca-certs", f"{tls}/ca.crt")
-        with pytest.raises(AssertionError, match="UNAVAILABLE"):
-            ask(run)
+        roll_a_draft_out(run, weights["draft-weights"])
+
+
+def test_the_script_that_reloads_says_when_there_is_no_such_draft(tmp_path):
+    script = KUBERNETES / "base" / "common" / "reload-draft.sh"
+    assert subprocess.run(["sh", str(script), "1"], check=False).returncode == 1
 
 
 def test_one_container_runs_all_three(tmp_path, weights):
