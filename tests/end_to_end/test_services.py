@@ -97,6 +97,7 @@ async def test_a_draft_stalled_killed_and_restarted_at_random(services: Trio) ->
     (again,) = await generate(services, cases[:1], k=3)
     assert again.usage.accepted_tokens > 0
     eventually(services.at_rest, 2.0, dump=services.services)
+    eventually(services.all_slices_back, 3.0, dump=services.services)
 
 
 async def test_a_target_killed_and_restarted(services: Trio) -> None:
