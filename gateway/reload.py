@@ -10,7 +10,7 @@ from prometheus_client import Gauge
 
 from gateway.fleet import Fleet
 from gateway.pairing import Pair, parse_pairs
-from outrider.settings import read_options
+from outrider.settings import as_list, read_options
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def on_hangup(file: PairsFile, fleet: Fleet, successful: Gauge) -> Callable[[], 
 
 def _texts(value: object) -> list[str]:
     """The option's value in YAML: one text or a list of them."""
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+    texts = as_list(value)
+    if not all(isinstance(text, str) for text in texts):
         raise ValueError(f"pair: expected a list of TARGET[=DRAFT[:WEIGHT%],...], found {value!r}")
     return texts

@@ -27,8 +27,16 @@ def _read_yaml(context: typer.Context, path: Path | None) -> Path | None:
         named = read_options(path, {parameter.name for parameter in context.command.params if parameter.name})
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    repeatable = {parameter.name for parameter in context.command.params if getattr(parameter, "multiple", False)}
+    for name in repeatable & set(named):
+        named[name] = as_list(named[name])
     context.default_map = {**(context.default_map or {}), **named}
     return path
+
+
+def as_list(value: Any) -> list[Any]:
+    """What a file says of an option that may be repeated: a list, or one value that stands for itself."""
+    return value if isinstance(value, list) else [value]
 
 
 def read_options(path: Path, known: Collection[str]) -> dict[str, Any]:

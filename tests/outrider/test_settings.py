@@ -9,8 +9,8 @@ from outrider.settings import parse_bytes
 SCRIPT = """
 from typing import Annotated
 from outrider.settings import ConfigFile, run_command
-def command(config: ConfigFile = None, kv_cache: str = "1GiB", max_sequences: int = 4) -> None:
-    print(kv_cache, max_sequences)
+def command(config: ConfigFile = None, kv_cache: str = "1GiB", max_sequences: int = 4, pair: list[str] = []) -> None:
+    print(kv_cache, max_sequences, *pair)
 run_command(command, "toy")
 """
 
@@ -31,6 +31,13 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path):
         "4GiB",
         "7",
     ]
+
+
+@pytest.mark.parametrize(("text", "pairs"), [("pair: a:1=b:2", ["a:1=b:2"]), ("pair: [a:1, b:2]", ["a:1", "b:2"])])
+def test_an_option_that_may_be_repeated_is_one_value_or_a_list(tmp_path, text, pairs):
+    file = tmp_path / "toy.yaml"
+    file.write_text(text)
+    assert run("--config", str(file)).stdout.split()[2:] == pairs
 
 
 def test_an_unknown_key_of_the_file_is_refused_by_name(tmp_path):
