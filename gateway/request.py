@@ -15,6 +15,8 @@ from gateway.validation import Admitted
 from outrider.v1 import common_pb2, gateway_pb2, target_pb2
 
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
+# Log-probabilities of one message, some 700 kB: a client takes 4 MiB by default.
+_MESSAGE_LOGPROBS = 1 << 16
 Advanced = target_pb2.TargetEvent.Advanced
 
 
@@ -123,7 +125,9 @@ class Request:
         skip = self._num_prompt_logprobs + 1 - prefilled.first_logprob_position
         if entries := prefilled.prompt_logprobs[max(skip, 0) :]:
             self._num_prompt_logprobs += len(entries)
-            self.outlet.put(gateway_pb2.GenerateResponse(prompt_logprobs=entries))
+            count = max(_MESSAGE_LOGPROBS // (self.admitted.prompt_logprobs.top + 1), 1)
+            for first in range(0, len(entries), count):
+                self.outlet.put(gateway_pb2.GenerateResponse(prompt_logprobs=entries[first : first + count]))
 
     def deliver(self, advanced: Advanced, num_drafted: int | None) -> int:
         """Takes what the target emitted and tells the client. `num_drafted` is None for the answer to an open.

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from outrider.v1 import gateway_pb2
+from outrider.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.end_to_end.services import same
 from tests.end_to_end.trio import HOT, Trio, trio
 from tests.gateway.client import Answer, Client, make_request
@@ -186,6 +186,14 @@ async def test_a_cache_too_small_for_all_is_a_pause(tmp_path: Path) -> None:
         assert services.target.metric("outrider_num_preemptions_total") > 0
         assert services.gateway.metric("outrider_request_recoveries_total", reason="PREEMPTED") > 0
         eventually(services.at_rest, 2.0, dump=services.services)
+
+
+async def test_prompt_logprobs_of_a_large_step_fit_the_messages_of_any_client(tmp_path: Path) -> None:
+    with trio(tmp_path, target=["--step-tokens", "2048"]) as services:
+        async with grpc.aio.insecure_channel(services.gateway.address) as channel:  # gRPC's own limits
+            stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+            request = make_request((5,) * 2000, prompt_logprobs=320, max_new_tokens=1)
+            assert sum([len(message.prompt_logprobs) async for message in stub.Generate(request)]) == 1999
 
 
 async def test_a_prompt_of_20000_tokens_goes_inline(tmp_path: Path) -> None:
