@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,11 +20,11 @@ from draft_service.trial import run_trial
 from outrider.checkpoint import Checkpoint, CheckpointError
 from outrider.cli.processes import ServiceFailed
 from outrider.errors import OutriderError
-from outrider.settings import run_command
+from outrider.settings import run_command, split_flags
 
 
 def check(
-    draft: Annotated[Path, typer.Argument(help="Directory of the EAGLE-3 checkpoint.")],
+    draft: Annotated[Path, typer.Argument(metavar="DRAFT", help="Directory of the EAGLE-3 checkpoint.")],
     target: Annotated[Path, typer.Option(help="Directory of the target's checkpoint.")],
     aux_boundaries: Annotated[str, typer.Option(help="Boundaries such as 2,15,27, whatever the config says.")] = "",
     run: Annotated[
@@ -34,6 +33,7 @@ def check(
     target_flags: Annotated[str, typer.Option(help="Further flags for the target of --run, as one string.")] = "",
 ) -> None:
     """Says whether a draft fits a target: everything resolved, or every fault."""
+    flags = split_flags("--target-flags", target_flags)
     try:
         fitted, lines = _resolve(draft, target, aux_boundaries)
     except ValueError as error:
@@ -44,7 +44,7 @@ def check(
         print(f"{name:<{width}}  {value}")
     print("fits")
     if run:
-        _run(fitted, target, shlex.split(target_flags))
+        _run(fitted, target, flags)
 
 
 def _run(fitted: FittedDraft, target: Path, flags: Sequence[str]) -> None:

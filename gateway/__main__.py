@@ -52,7 +52,7 @@ def gateway(
         float | None,
         typer.Option(
             min=0.001,
-            help="Seconds until a proposal is late [ten times the draft's mean, 0.02 to 1].",
+            help="Seconds until a proposal is late; absent: ten times the draft's mean, 0.02 to 1.",
             show_default=False,
         ),
     ] = None,

@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import shlex
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 import yaml
+from typer.core import TyperCommand, TyperOption
 
 from outrider.early_signals import take_early_signals
 
@@ -43,14 +45,31 @@ def read_options(path: Path, known: Collection[str]) -> dict[str, Any]:
     """The options in a YAML file by their names in Python. Raises ValueError that names the file and the fault."""
     try:
         values = yaml.safe_load(path.read_text()) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected a mapping of options to values, found {type(values).__name__}")
     named = {str(key).replace("-", "_"): value for key, value in values.items()}
-    if unknown := sorted(set(named) - set(known)):
-        raise ValueError(f"{path}: unknown option {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+    if unknown := set(named) - set(known):
+        found, expected = (", ".join(map(_spelt, sorted(names))) for names in (unknown, known))
+        raise ValueError(f"{path}: unknown option {found}; known are {expected}")
     return named
+
+
+def _spelt(name: str) -> str:
+    """An option as it is written on the command line, without its dashes in front."""
+    return name.replace("_", "-")
+
+
+def _known_level(level: str) -> str:
+    if level.lower() not in _LEVELS:
+        raise typer.BadParameter(f"expected {', '.join(_LEVELS[:-1])} or {_LEVELS[-1]}, found {level!r}")
+    return level
+
+
+_LEVELS = ("debug", "info", "warning", "error")
 
 
 ConfigFile = Annotated[
@@ -59,7 +78,7 @@ ConfigFile = Annotated[
         "--config", is_eager=True, callback=_read_yaml, help="YAML file of options, below flags and environment."
     ),
 ]
-LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.", callback=_known_level)]
 Listen = Annotated[str, typer.Option(help="HOST:PORT of gRPC; port 0 picks a free one.")]
 MetricsListen = Annotated[str, typer.Option(help="HOST:PORT of /metrics; port 0 picks a free one.")]
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
@@ -100,12 +119,37 @@ def _parameters(cls: Any) -> list[inspect.Parameter]:
     ]
 
 
+class Command(TyperCommand):
+    """A command whose help gives the rule for its variables once: beside each flag, narrow terminals cut them off."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Writes the help."""
+        for option in self.get_params(ctx):
+            if isinstance(option, TyperOption):
+                option.show_envvar = option.envvar is not None
+                option.metavar = "" if option.is_flag else option.metavar
+        if prefix := ctx.auto_envvar_prefix:
+            name = next(option.name for option in self.params if option.name and "_" in option.name)
+            variable = f"{prefix}_{name.upper()}"
+            self.epilog = f"Each flag is an environment variable, too: --{_spelt(name)} is {variable}."
+        super().format_help(ctx, formatter)
+
+
 def run_command(command: Callable[..., Any], name: str, arguments: Sequence[str] | None = None) -> None:
     """Runs `command` as the command line of the service `name` and exits: 0, or 2 with what was wrong with a flag."""
     take_early_signals()
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(context_settings={"auto_envvar_prefix": f"OUTRIDER_{name.upper()}", "show_default": True})(command)
+    variables = {"auto_envvar_prefix": f"OUTRIDER_{name.upper()}", "show_default": True}
+    app.command(cls=Command, context_settings=variables)(command)
     app(args=None if arguments is None else list(arguments), prog_name=f"outrider {name}")
+
+
+def split_flags(flag: str, text: str) -> list[str]:
+    """Further flags for a service, given as one string. Raises a usage error that names the flag that holds them."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise usage_error(f"{flag}: {error}, found {text!r}") from None
 
 
 def parse_bytes(text: str) -> int:

@@ -18,6 +18,7 @@ from outrider.cli.bench import bench
 from outrider.cli.chat import chat
 from outrider.cli.generate import generate
 from outrider.cli.up import up
+from outrider.settings import Command
 
 app = typer.Typer(
     help="Serve large language models with speculative decoding.",
@@ -59,8 +60,8 @@ def _version(
 _hand_over("target", "target_service", "Serve the target model.")
 _hand_over("draft", "draft_service", "Serve a draft model beside its target.")
 _hand_over("gateway", "gateway", "Serve clients from pairs of target and draft.")
-app.command("up", context_settings={"auto_envvar_prefix": "OUTRIDER_UP"})(up)
-app.command("generate")(generate)
-app.command("chat")(chat)
-app.command("bench")(bench)
+app.command("up", cls=Command, context_settings={"auto_envvar_prefix": "OUTRIDER_UP"})(up)
+app.command("generate", cls=Command)(generate)
+app.command("chat", cls=Command)(chat)
+app.command("bench", cls=Command)(bench)
 _hand_over("check", "draft_service.check", "Say whether a draft checkpoint fits a target checkpoint, or every fault.")

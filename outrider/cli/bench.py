@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +12,7 @@ import typer
 from outrider.cli import client, load, report, speed
 from outrider.cli.connection import Connection
 from outrider.cli.processes import PairOptions, ServiceFailed
-from outrider.settings import usage_error, with_options
+from outrider.settings import split_flags, usage_error, with_options
 from outrider.v1 import gateway_pb2, gateway_pb2_grpc
 
 
@@ -77,9 +76,9 @@ def bench(
     options = PairOptions(
         target,
         draft,
-        target_flags=shlex.split(target_flags),
-        draft_flags=shlex.split(draft_flags),
-        gateway_flags=shlex.split(gateway_flags),
+        target_flags=split_flags("--target-flags", target_flags),
+        draft_flags=split_flags("--draft-flags", draft_flags),
+        gateway_flags=split_flags("--gateway-flags", gateway_flags),
     )
     chains = draft_tokens or (list(range(8)) if draft else [0])
     try:

@@ -19,7 +19,7 @@ _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 
 @with_options(options=GenerationOptions)
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to continue or answer; - reads standard input.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to answer; - reads standard input.")],
     *,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     system: Annotated[str, typer.Option(help="The system message before the prompt.")] = "",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shlex
 import signal
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import typer
 
 from outrider.cli.client import DEFAULT_ADDRESS
 from outrider.cli.processes import Pair, PairOptions, ServiceFailed
-from outrider.settings import ConfigFile
+from outrider.settings import ConfigFile, split_flags
 
 _LONGEST_PAUSE = 10.0  # seconds between two attempts to start the draft again
 
@@ -36,7 +35,13 @@ def up(
     A draft that ends is started again. A target or gateway that ends stops the others, and gives the exit code.
     """
     options = PairOptions(
-        target, draft, listen, metrics_listen, *map(shlex.split, (target_flags, draft_flags, gateway_flags))
+        target,
+        draft,
+        listen,
+        metrics_listen,
+        split_flags("--target-flags", target_flags),
+        split_flags("--draft-flags", draft_flags),
+        split_flags("--gateway-flags", gateway_flags),
     )
     try:
         asyncio.run(_run(options))

@@ -222,6 +222,14 @@ def test_bench_refuses_an_empty_file_of_prompts(tmp_path) -> None:
     assert done.returncode == 2 and "expected one prompt a line" in done.stderr
 
 
+@pytest.mark.parametrize("command", ["up", "bench", "check"])
+def test_flags_for_a_service_that_cannot_be_taken_apart_are_named(command: str, tmp_path) -> None:
+    draft = [str(tmp_path)] if command == "check" else []
+    done = outrider(command, *draft, "--target", str(tmp_path), "--target-flags", "--name 'open")
+    assert done.returncode == 2
+    assert "--target-flags: No closing quotation" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("command", "flag"), [("target", "--kv-cache"), ("draft", "--target"), ("gateway", "--pair"), ("check", "--target")]
 )

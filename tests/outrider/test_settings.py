@@ -8,8 +8,14 @@ from outrider.settings import parse_bytes
 
 SCRIPT = """
 from typing import Annotated
-from outrider.settings import ConfigFile, run_command
-def command(config: ConfigFile = None, kv_cache: str = "1GiB", max_sequences: int = 4, pair: list[str] = []) -> None:
+from outrider.settings import ConfigFile, LogLevel, run_command
+def command(
+    config: ConfigFile = None,
+    kv_cache: str = "1GiB",
+    max_sequences: int = 4,
+    pair: list[str] = [],
+    log_level: LogLevel = "info",
+) -> None:
     print(kv_cache, max_sequences, *pair)
 run_command(command, "toy")
 """
@@ -45,7 +51,27 @@ def test_an_unknown_key_of_the_file_is_refused_by_name(tmp_path):
     file.write_text("kv_cach: 2GiB\n")
     result = run("--config", str(file))
     assert result.returncode == 2
-    assert "kv_cach" in result.stderr
+    assert "unknown option kv-cach; known are" in " ".join(result.stderr.replace("│", "").split())
+
+
+def test_a_file_that_is_not_there_is_named_once(tmp_path):
+    result = run("--config", "nowhere.yaml")
+    assert result.returncode == 2
+    assert result.stderr.count("nowhere.yaml") == 1
+
+
+def test_an_unknown_log_level_is_an_error_of_its_flag():
+    result = run("--log-level", "loud")
+    assert result.returncode == 2
+    assert "--log-level" in result.stderr
+    assert "'loud'" in result.stderr
+
+
+def test_help_shows_a_name_of_a_variable_whole_on_a_narrow_terminal():
+    text = " ".join(run("--help", COLUMNS="60").stdout.split())
+    assert "--kv-cache is OUTRIDER_TOY_KV_CACHE" in text
+    assert text.count("OUTRIDER_TOY") == 1
+    assert "…" not in text
 
 
 def test_what_kubernetes_injects_changes_nothing():
