@@ -22,7 +22,7 @@ import torch
 import triton
 
 from kernels import native
-from kernels.bench import cases, expert_cases, sizes
+from kernels.bench import cases, expert_cases, layer_cases, sizes
 from kernels.bench.cases import Case, Data
 from kernels.bench.measure import bandwidth, median_seconds
 
@@ -34,6 +34,7 @@ _MAKERS = {
     "attention": cases.attention_cases,
     "router": expert_cases.router_cases,
     "experts": expert_cases.expert_cases,
+    "layer": layer_cases.layer_cases,
     "choice": expert_cases.choice_cases,
 }
 

@@ -38,7 +38,7 @@ def expert_cases(data: Data) -> Iterator[Case]:
     from kernels.triton_forms.parts import sum_parts
 
     s, rows = data.sizes, data.sizes.prompt
-    halves = [_random_experts(data, 2 * s.intermediate, s.hidden), _random_experts(data, s.hidden, s.intermediate)]
+    halves = [random_experts(data, 2 * s.intermediate, s.hidden), random_experts(data, s.hidden, s.intermediate)]
     gate_up, down = (pack_experts(*tensors) for tensors in halves)
     x = data.normal(rows, s.hidden)
     draws = [data.normal(rows, s.experts, dtype=torch.float32).topk(s.top_k) for _ in range(_ROUTINGS)]
@@ -51,14 +51,8 @@ def expert_cases(data: Data) -> Iterator[Case]:
         return sum_parts(parts, None, data.dtype)
 
     def reference(rows: int) -> torch.Tensor:
-        ids, shares = (part[:rows] for part in routings[0])
-        total = torch.zeros(rows, s.hidden, device=data.device)
-        for expert in ids.unique().tolist():
-            row, rank = torch.where(ids == expert)
-            y = _apply(halves[0], expert, x[row].float())
-            y = _apply(halves[1], expert, clamped_swiglu(y).to(data.dtype).float())
-            total.index_put_((row,), y * shares[row, rank, None], accumulate=True)
-        return total
+        ids, shares = routings[0]
+        return apply_experts(halves, x[:rows], ids[:rows], shares[:rows])
 
     def num_bytes(rows: int) -> int:
         chosen = sum(ids[:rows].unique().numel() for ids, _ in routings)
@@ -72,13 +66,29 @@ def expert_cases(data: Data) -> Iterator[Case]:
     )
 
 
-def _random_experts(data: Data, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def random_experts(data: Data, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Published tensors whose products keep the scale of their inputs."""
     experts, groups = data.sizes.experts, inputs // BLOCK
     blocks = data.integers(0, 256, experts, outputs, groups, BLOCK // 2, dtype=torch.uint8)
     exponent = 127 - 2 - round(0.5 * torch.tensor(inputs).log2().item())
     scales = data.integers(exponent - 1, exponent + 2, experts, outputs, groups, dtype=torch.uint8)
     return blocks, scales, data.normal(experts, outputs, scale=0.1)
+
+
+def apply_experts(
+    halves: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    shares: torch.Tensor,
+) -> torch.Tensor:
+    """The shares of the chosen experts' outputs, float32 [T, H], for x[T, H]: gpt-oss's activation."""
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in ids.unique().tolist():
+        row, rank = torch.where(ids == expert)
+        y = _apply(halves[0], expert, x[row].float())
+        y = _apply(halves[1], expert, clamped_swiglu(y).to(x.dtype).float())
+        total.index_put_((row,), y * shares[row, rank, None], accumulate=True)
+    return total
 
 
 def _apply(half: tuple[torch.Tensor, torch.Tensor, torch.Tensor], expert: int, x: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from MOST_ROWS on the library's product is faster, and its bits are not those of
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -24,8 +25,15 @@ _WIDE = 16384
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """The Triton form of `kernels.linear.linear`: [T, N] in `dtype`, x's by default."""
+    """The Triton form of `kernels.linear.linear`: [T, N] in `dtype`, x's by default.
+
+    More than MOST_ROWS rows go to the library where it can write `dtype`, else so many at a time.
+    """
     dtype = dtype or x.dtype
+    if x.shape[0] > MOST_ROWS:
+        if dtype == x.dtype == weight.dtype:
+            return F.linear(x, weight, bias)
+        return torch.cat([linear(rows, weight, bias, dtype) for rows in x.split(MOST_ROWS)])
     if split_inputs(*weight.shape)[0] > 1:
         return sum_parts(linear_parts(x, weight), bias, dtype)
     return _launch(x, weight, bias, dtype)[0]

@@ -92,13 +92,14 @@ def pack_experts(blocks: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor 
 
 
 def pack_weights(weights: Sequence[Mxfp4Weight]) -> PackedExperts:
-    """Lays out experts that were loaded one by one, beside which the packed ones take their memory once more."""
+    """Lays out experts that were loaded one by one. On a device it takes their tensors from them, for want of room."""
     biases = [weight.bias for weight in weights if weight.bias is not None]
-    return pack_experts(
-        torch.stack([weight.blocks for weight in weights]),
-        torch.stack([weight.scales for weight in weights]),
-        torch.stack(biases) if biases else None,
-    )
+    blocks = torch.stack([weight.blocks for weight in weights])
+    scales = torch.stack([weight.scales for weight in weights])
+    if blocks.is_cuda:
+        for weight in weights:
+            weight.release()
+    return pack_experts(blocks, scales, torch.stack(biases) if biases else None)
 
 
 def _pack(blocks: torch.Tensor) -> torch.Tensor:

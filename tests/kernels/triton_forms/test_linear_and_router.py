@@ -24,6 +24,15 @@ def test_values_and_bits(random, dtype, outputs, inputs):
             assert torch.equal(linear(x[rows], packed, out_dtype=out_dtype), together[rows])
 
 
+def test_many_rows(random, dtype):
+    weight, x = (random(20, 64) / 8).to(dtype), random(70, 64).to(dtype)
+    expected = x.float() @ weight.float().T
+    for out_dtype in {dtype, torch.float32}:
+        found = linear(x, pack_weight(weight), out_dtype=out_dtype)
+        assert found.dtype == out_dtype
+        close(found, expected, dtype)
+
+
 def test_partial_sums_are_of_fixed_spans(random):
     weight, x = random(40, 520), random(3, 520)
     parts = linear_parts(x, weight)
