@@ -24,6 +24,8 @@ _KEEPALIVE = [
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 
+_IN_TURN = ("grpc.lb_policy_name", "round_robin")
+
 
 def channel_options(max_message_bytes: int = SERVICE_MESSAGE_BYTES) -> list[tuple[str, int]]:
     """Options of a client's channel: keepalive both ways and the largest message."""
@@ -70,10 +72,18 @@ def connection_age(seconds: float, grace: float) -> list[tuple[str, int]]:
 
 
 def connect(
-    address: str, max_message_bytes: int = SERVICE_MESSAGE_BYTES, security: ClientSecurity = NO_SECURITY
+    address: str,
+    max_message_bytes: int = SERVICE_MESSAGE_BYTES,
+    security: ClientSecurity = NO_SECURITY,
+    in_turn: bool = False,
 ) -> grpc.aio.Channel:
-    """A channel to HOST:PORT (or unix:PATH). Raises ValueError where a token would cross the network in the clear."""
-    options = channel_options(max_message_bytes)
+    """A channel to HOST:PORT (or unix:PATH). Raises ValueError where a token would cross the network in the clear.
+
+    `in_turn`: where a name stands for several addresses, calls go to all of them in turn, not to one.
+    """
+    options: list[tuple[str, int | str]] = [*channel_options(max_message_bytes)]
+    if in_turn:
+        options.append(_IN_TURN)
 
     def open_channel(credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
         if credentials is None:

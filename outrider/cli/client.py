@@ -103,8 +103,8 @@ async def receive(
 
 
 def connect(address: str, security: ClientSecurity = NO_SECURITY) -> grpc.aio.Channel:
-    """A channel to the gateway at HOST:PORT or unix:PATH, with the limits of a client."""
-    return connect_channel(address, CLIENT_MESSAGE_BYTES, security)
+    """A channel to the gateway at HOST:PORT or unix:PATH, or to all gateways that dns:///NAME:PORT stands for."""
+    return connect_channel(address, CLIENT_MESSAGE_BYTES, security, in_turn=address.startswith("dns:"))
 
 
 def run(command: Coroutine[Any, Any, Result]) -> Result:

@@ -128,6 +128,22 @@ async def test_health_is_not_serving_before_it_is_told_so():
     await frame.drain(finished, grace=1)
 
 
+async def test_calls_go_to_all_addresses_of_a_name_in_turn_where_that_is_asked_for():
+    frames = [ServiceFrame("toy", SERVICE, "127.0.0.1:0", None) for _ in range(2)]
+    for frame, serving in zip(frames, (True, False), strict=True):
+        await frame.start(lambda server: None)
+        await frame.set_serving(serving)
+    both = "ipv4:" + ",".join(frame.address for frame in frames)
+    for in_turn, expected in ((False, 1), (True, 2)):
+        async with channels.connect(both, in_turn=in_turn) as channel:
+            answers = set()
+            for _ in range(20):  # until both are connected
+                answers.add(await channels.is_serving(channel, SERVICE))
+                await asyncio.sleep(0.02)
+        assert len(answers) == expected
+    await asyncio.gather(*(frame.stop() for frame in frames))
+
+
 async def test_a_taken_port_is_an_error_that_names_it():
     frame = ServiceFrame("toy", SERVICE, "127.0.0.1:0", None)
     await frame.start(lambda server: None)
