@@ -24,7 +24,7 @@ class Sizes:
 
 GPT_OSS_120B = Sizes()
 # What compiles to the same code, in the memory of a small machine.
-TO_COMPILE = replace(GPT_OSS_120B, experts=8, vocabulary=20480, prompt=512)
+TO_COMPILE = replace(GPT_OSS_120B, experts=8, vocabulary=40960, prompt=512)
 # What the interpreter gets through in seconds.
 TINY = Sizes(
     hidden=64,
