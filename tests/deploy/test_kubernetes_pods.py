@@ -137,6 +137,7 @@ def test_everything_is_encrypted_where_mutual_tls_is_on(overlay, tmp_path):
     pairs = parse_pairs(gateway["pair"])
     called = {split_address(pair.target)[0] for pair in pairs} | {"localhost"}
     assert called == set(certificates["pair"]["dnsNames"])
+    assert {"localhost", "gateway", "gateway.outrider"} <= set(certificates["gateway"]["dnsNames"])
     issuers = {found["metadata"]["name"] for found in objects(overlay, "Issuer")}
     assert {certificate["issuerRef"]["name"] for certificate in certificates.values()} == issuers
 
