@@ -15,6 +15,8 @@ import sys
 import traceback
 from collections.abc import Iterator
 from functools import partial
+from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from kernels.bench import cases, expert_cases, layer_cases, sizes
 from kernels.bench.cases import Case, Data
 from kernels.bench.measure import bandwidth, median_seconds
 
+Settings = dict[str, int]
+_SET_HELP = "constants of kernels/triton_forms, e.g. experts.STAGES=4,6 linear.BLOCK_K=64,128: every combination"
 # By what the names of their cases begin with.
 _MAKERS = {
     "add_rms_norm": cases.norm_cases,
@@ -43,6 +47,7 @@ def main() -> int:
     """Runs the cases asked for; 1 where one of them is wrong."""
     parser = argparse.ArgumentParser(prog="kernels.bench", description=__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="cases whose names begin so")
+    parser.add_argument("--set", nargs="*", default=[], metavar="FILE.NAME=VALUE[,VALUE...]", help=_SET_HELP)
     parser.add_argument("--json", type=Path, help="where the results go")
     parser.add_argument("--compile", action="store_true", help="compile for sm_90 on a machine without a device")
     options = parser.parse_args()
@@ -57,10 +62,10 @@ def main() -> int:
             if interpreted
             else Data(sizes.GPT_OSS_120B, torch.device("cuda"), torch.bfloat16)
         )
-        return _run(data, options.only, options.json)
+        return _run(data, options.only, _settings(options.set), options.json)
 
 
-def _run(data: Data, only: list[str], path: Path | None) -> int:
+def _run(data: Data, only: list[str], settings: list[Settings], path: Path | None) -> int:
     device = data.device
     speed = bandwidth(device)
     report: dict[str, Any] = {
@@ -73,14 +78,34 @@ def _run(data: Data, only: list[str], path: Path | None) -> int:
     print(f"{report['device']}: reads {speed['read'] / 1e12:.2f} TB/s, copies {speed['copy'] / 1e12:.2f} TB/s")
     wrong = 0
     for case in _cases(data, only):
-        for rows in case.rows:
-            result = _measure(case, rows, data, speed["read"])
+        for setting, rows in product(settings, case.rows):
+            _apply(setting)
+            result = {**_measure(case, rows, data, speed["read"]), "set": setting}
             wrong += result["wrong"]
             report["results"].append(result)
             print(_line(result), flush=True)
             if path:
                 path.write_text(json.dumps(report, indent=1))
     return int(wrong > 0)
+
+
+def _settings(texts: list[str]) -> list[Settings]:
+    """Every combination of the values that are asked for: one without any, where none is."""
+    names, choices = [], []
+    for text in texts:
+        name, _, values = text.partition("=")
+        names.append(name)
+        choices.append([int(value) for value in values.split(",")])
+    return [dict(zip(names, values, strict=True)) for values in product(*choices)]
+
+
+def _apply(setting: Settings) -> None:
+    for place, value in setting.items():
+        file, name = place.split(".")
+        module = import_module(f"kernels.triton_forms.{file}")
+        if not isinstance(getattr(module, name, None), int):
+            raise SystemExit(f"--set: expected a whole number of kernels/triton_forms, found {place}")
+        setattr(module, name, value)
 
 
 def _cases(data: Data, only: list[str]) -> Iterator[Case]:
@@ -127,14 +152,15 @@ def _same_bits(case: Case, together: torch.Tensor) -> bool:
 
 def _line(result: dict[str, Any]) -> str:
     begin = f"{result['name']:26s} rows {result['rows']:5d}"
+    setting = "".join(f" {name}={value}" for name, value in result["set"].items())
     if "failure" in result:
-        return f"{begin}  FAILED {result['failure'].splitlines()[0][:80]}"
+        return f"{begin}  FAILED {result['failure'].splitlines()[0][:80]}{setting}"
     bits = {True: "same", False: "DIFFER", None: "-"}[result["bits"]]
     wrong = "  WRONG" if result["wrong"] else ""
     speed = f"  {result['tflops']:.0f} TFLOP/s" if "tflops" in result else ""
     return (
         f"{begin}  {result['seconds'] * 1e6:10.1f} us  {result['bytes'] / 1e6:9.2f} MB  {result['share']:6.1%}"
-        f"  error {result['error']:.1e}  bits {bits}{speed}{wrong}"
+        f"  error {result['error']:.1e}  bits {bits}{speed}{wrong}{setting}"
     )
 
 

@@ -1,6 +1,6 @@
 """Attention of few rows over many keys: split over keys at fixed absolute positions, then merged in that order.
 
-A program takes `tile_rows` rows of one chain, all query heads that share a key head, and one split of the keys. Every
+A program takes a few rows of one chain, all query heads that share a key head, and one split of the keys. Every
 row of a tile sees the blocks that it would see alone, and more that leave it as it is, so its bits are its own. Sinks
 come in once, in the merge. Partial results lie in float32 [T, nq, splits, d], their largest logits and totals in
 [T, nq, splits, 2].
@@ -16,7 +16,8 @@ from kernels.kv_cache import PAGE_SIZE, LayerCache
 from kernels.triton_forms.attention_tile import LOG2_E, add_sink, load_page, take_block_in
 
 PAGES_PER_SPLIT = 8
-_TILE = 16  # rows of a tile's matrices: the least that the matrix units take
+TILE = 16  # rows of a tile's matrices: the least that the matrix units take
+WARPS, STAGES = 4, 3
 _LOOKBACK = 32  # the longest chain whose tiles do not overlap
 _MERGED = 16  # splits that are merged at a time
 
@@ -63,15 +64,15 @@ def split_attention(
         KV_HEADS=kv_heads,
         GROUP=group,
         GROUP_BLOCK=group_block,
-        TILE=max(_TILE, group_block),
+        TILE=max(TILE, group_block),
         WIDTH=width,
         BLOCK=block,
         PAGE=PAGE_SIZE,
         PAGES=PAGES_PER_SPLIT,
         LOOKBACK=_LOOKBACK,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=4,
-        num_stages=3,
+        num_warps=WARPS,
+        num_stages=STAGES,
     )
     _merge_splits[(rows, heads)](
         parts,

@@ -14,7 +14,8 @@ import triton.language as tl
 from kernels.kv_cache import PAGE_SIZE, LayerCache
 from kernels.triton_forms.attention_tile import LOG2_E, add_sink, load_page, take_block_in
 
-_TILE = 128  # rows times heads of a group
+TILE = 128  # rows times heads of a group
+WARPS, STAGES = 8, 3
 
 
 def prefill_attention(
@@ -51,13 +52,13 @@ def prefill_attention(
             KV_HEADS=kv_heads,
             GROUP=heads // kv_heads,
             GROUP_BLOCK=group_block,
-            TILE=max(_TILE, group_block),
+            TILE=max(TILE, group_block),
             WIDTH=width,
             BLOCK=max(16, triton.next_power_of_2(width)),
             PAGE=PAGE_SIZE,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            num_warps=8,
-            num_stages=3,
+            num_warps=WARPS,
+            num_stages=STAGES,
         )
     return out
 

@@ -13,7 +13,8 @@ import triton.language as tl
 from kernels.kv_cache import PAGE_SIZE, LayerCache
 from kernels.triton_forms.attention_tile import LOG2_E, add_sink, take_block_in
 
-_MOST_KEYS = 128
+MOST_KEYS = 128  # of a block
+WARPS = 4
 
 
 def window_attention(
@@ -52,9 +53,9 @@ def window_attention(
             WIDTH=width,
             BLOCK=max(16, triton.next_power_of_2(width)),
             PAGE=PAGE_SIZE,
-            KEYS=min(_MOST_KEYS, max(16, triton.next_power_of_2(window))),
+            KEYS=min(MOST_KEYS, max(16, triton.next_power_of_2(window))),
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            num_warps=4,
+            num_warps=WARPS,
         )
     return out
 

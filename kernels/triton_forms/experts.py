@@ -22,7 +22,11 @@ from kernels.triton_forms.mxfp4 import PackedExperts, unpack
 
 FEW_ROWS = 16
 MOST_ROWS_OF_SMALL_TILES = 256
-_LARGE_TILE = 64
+GATED_OUTPUTS, DOWN_OUTPUTS = 64, 32
+WARPS, STAGES = 4, 6
+LARGE_TILE, LARGE_OUTPUTS = 64, 128
+LARGE_WARPS, LARGE_STAGES = 4, 3
+_SMALL_TILE = 16
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ def moe_parts(
 
 
 def _tile_rows(rows: int) -> int:
-    return 16 if rows <= MOST_ROWS_OF_SMALL_TILES else _LARGE_TILE
+    return _SMALL_TILE if rows <= MOST_ROWS_OF_SMALL_TILES else LARGE_TILE
 
 
 def _tiles(ids: torch.Tensor, experts: int, tile_rows: int) -> _Tiles:
@@ -93,9 +97,8 @@ def _launch(
     activation: Activation | None,
 ) -> None:
     experts, outputs, inputs = weights.shape
-    tile_outputs = 64 if activation is not None else 32
-    if tiles.rows > 16:
-        tile_outputs = 128
+    small = tiles.rows == _SMALL_TILE
+    tile_outputs = (DOWN_OUTPUTS if activation is None else GATED_OUTPUTS) if small else LARGE_OUTPUTS
     gate = activation or Activation(1.0, 0.0, 0.0)
     _experts[(triton.cdiv(outputs, tile_outputs), tiles.count)](
         x,
@@ -123,8 +126,8 @@ def _launch(
         GROUP=BLOCK,
         BF16=x.dtype == torch.bfloat16,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        num_warps=4,
-        num_stages=6 if tiles.rows == 16 else 3,
+        num_warps=WARPS if small else LARGE_WARPS,
+        num_stages=STAGES if small else LARGE_STAGES,
     )
 
 

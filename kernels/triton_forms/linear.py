@@ -15,11 +15,13 @@ import triton.language as tl
 from kernels.triton_forms.parts import sum_parts
 
 MOST_ROWS = 64
-_TILE_ROWS = 16
-_BLOCK_K = 64
-_PROGRAMS = 264  # two for each multiprocessor of an H200; a constant, since the splits follow from it
-_MOST_SPLITS = 16
-_WIDE = 16384
+TILE_ROWS = 16
+TILE_OUTPUTS, WIDE_TILE_OUTPUTS = 32, 128
+BLOCK_K = 64
+PROGRAMS = 264  # two for each multiprocessor of an H200; a constant, since the splits follow from it
+MOST_SPLITS = 16
+WARPS, STAGES = 4, 5
+_WIDE = 16384  # outputs of a head
 
 
 def linear(
@@ -46,14 +48,14 @@ def linear_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def split_inputs(outputs: int, inputs: int) -> tuple[int, int]:
     """How many partial sums an output has, as fill the device, and how many inputs each of them spans."""
-    wanted = triton.cdiv(_PROGRAMS, triton.cdiv(outputs, _tile_outputs(outputs)))
-    splits = max(1, min(wanted, _MOST_SPLITS, inputs // (2 * _BLOCK_K)))
-    span = triton.cdiv(triton.cdiv(inputs, splits), _BLOCK_K) * _BLOCK_K
+    wanted = triton.cdiv(PROGRAMS, triton.cdiv(outputs, _tile_outputs(outputs)))
+    splits = max(1, min(wanted, MOST_SPLITS, inputs // (2 * BLOCK_K)))
+    span = triton.cdiv(triton.cdiv(inputs, splits), BLOCK_K) * BLOCK_K
     return triton.cdiv(inputs, span), span
 
 
 def _tile_outputs(outputs: int) -> int:
-    return 128 if outputs >= _WIDE else 32
+    return WIDE_TILE_OUTPUTS if outputs >= _WIDE else TILE_OUTPUTS
 
 
 def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -65,7 +67,7 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dt
     (splits, span), tile = split_inputs(outputs, inputs), _tile_outputs(outputs)
     out = torch.empty(splits, rows, outputs, dtype=dtype, device=x.device)
     if rows:
-        _linear[(triton.cdiv(rows, _TILE_ROWS), triton.cdiv(outputs, tile), splits)](
+        _linear[(triton.cdiv(rows, TILE_ROWS), triton.cdiv(outputs, tile), splits)](
             x,
             weight,
             bias,
@@ -74,12 +76,12 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dt
             outputs,
             INPUTS=inputs,
             SPAN=span,
-            BLOCK_M=_TILE_ROWS,
+            BLOCK_M=TILE_ROWS,
             BLOCK_N=tile,
-            BLOCK_K=_BLOCK_K,
+            BLOCK_K=BLOCK_K,
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-            num_warps=4,
-            num_stages=5,
+            num_warps=WARPS,
+            num_stages=STAGES,
         )
     return out
 
