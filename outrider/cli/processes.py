@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
 import re
 import signal
 import sys
@@ -49,6 +50,7 @@ class ServiceProcess:
                 MODULES[name],
                 *flags,
                 stdout=asyncio.subprocess.PIPE,
+                env=child_environment(),
                 # A session of its own: Ctrl-C reaches only the parent, which stops its children in order.
                 start_new_session=True,
                 preexec_fn=_end_with_parent(),
@@ -162,6 +164,11 @@ class Pair:
         for name in ("gateway", "draft", "target"):
             if name in self._services:
                 await self[name].stop()
+
+
+def child_environment() -> dict[str, str]:
+    """Has a child in Python find the modules that this process finds, whatever folders the working directory has."""
+    return os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def _private(address: str = "127.0.0.1:0") -> list[str]:

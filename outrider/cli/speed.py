@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.cli import client, load
 from outrider.cli.load import Measurement
-from outrider.cli.processes import Pair, PairOptions
+from outrider.cli.processes import Pair, PairOptions, child_environment
 from outrider.cli.statistics import percentile
 from outrider.v1 import draft_pb2, draft_pb2_grpc, gateway_pb2, gateway_pb2_grpc
 
@@ -159,7 +159,13 @@ async def _time_transformers(options: PairOptions, max_new_tokens: int, result: 
 async def _ask(module: str, flags: Sequence[str], question: dict[str, Any]) -> Any:
     """Runs a measuring module as a process: JSON in on standard input, JSON out on standard output."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, *flags, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        sys.executable,
+        "-m",
+        module,
+        *flags,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env=child_environment(),
     )
     try:
         answer, _ = await process.communicate(json.dumps(question).encode())

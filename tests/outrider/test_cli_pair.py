@@ -19,6 +19,7 @@ from tests.drafts import write_tiny_draft
 from tests.models import write_tiny_llama
 from tests.scripted.cluster import eventually
 
+ROOT = Path(__file__).parents[2]
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -145,6 +146,16 @@ def test_up_says_why_a_service_did_not_start(pair: tuple[Path, Path]) -> None:
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert "outrider up: the draft ended by itself (exit code 1)" in done.stderr
+
+
+def test_folders_of_the_working_directory_hide_no_service(tmp_path: Path) -> None:
+    """As beside a clone, which is a folder called outrider."""
+    for name in ("outrider", "target_service"):
+        (tmp_path / name).mkdir()
+    script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from outrider.cli import main; main()"
+    command = [sys.executable, "-P", "-c", script, "up", "--target", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=ONE_THREAD, cwd=tmp_path)
+    assert f"outrider target: {tmp_path}/config.json: file not found" in done.stderr
 
 
 def test_up_ends_when_the_target_is_lost_while_the_draft_starts(pair: tuple[Path, Path]) -> None:
