@@ -37,8 +37,8 @@ _SMALL = {
 class Run:
     """The pods of an overlay, one of each workload, as far as they were started."""
 
-    def __init__(self, overlay: str, directory: Path, weights: dict[str, Path], secrets: Path) -> None:
-        """`weights`: folder of each claim; `secrets`: a folder with tls.crt, tls.key and ca.crt for all of them."""
+    def __init__(self, overlay: str, directory: Path, weights: dict[str, Path], secrets: dict[str, Path]) -> None:
+        """`weights`: folder of each claim; `secrets`: of each Secret, with tls.crt, tls.key and ca.crt."""
         self._overlay, self._directory = overlay, directory
         self._weights, self._secrets = weights, secrets
         pods = [(labels_of(found)["app.kubernetes.io/component"], pod_of(found)) for found in workloads(overlay)]
@@ -65,7 +65,7 @@ class Run:
         if "persistentVolumeClaim" in volume:
             return self._weights[volume["persistentVolumeClaim"]["claimName"]]
         if "secret" in volume:
-            return self._secrets
+            return self._secrets[volume["secret"]["secretName"]]
         if name == "cache":  # where kernels are compiled already
             return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = self._directory / component / name

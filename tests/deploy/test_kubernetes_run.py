@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.certificates import Authority, Secrets
-from tests.deploy.manifests import KUBERNETES, needs_kubectl
+from tests.deploy.manifests import KUBERNETES, needs_kubectl, objects
 from tests.deploy.pod_run import ROOT, Run
 from tests.drafts import write_tiny_draft
 from tests.models import write_tiny_llama
@@ -36,10 +36,16 @@ def weights(tmp_path_factory) -> dict[str, Path]:
     return {"target-weights": target, "draft-weights": drafts}
 
 
+def certificates(overlay: str, directory: Path) -> dict[str, Path]:
+    """What cert-manager makes of the overlay's Certificates: a folder for each Secret, all of one authority."""
+    authority = Authority()
+    names = [found["spec"]["secretName"] for found in objects(overlay, "Certificate")]
+    return {name: Secrets(directory / name, authority).certificate.parent for name in names}
+
+
 @contextlib.contextmanager
 def running(overlay: str, directory: Path, weights: dict[str, Path], *containers: str) -> Iterator[Run]:
-    secrets = Secrets(directory / "secrets", Authority())
-    run = Run(overlay, directory, weights, secrets.certificate.parent)
+    run = Run(overlay, directory, weights, certificates(overlay, directory))
     try:
         for container in containers:
             run.start(container)
@@ -118,7 +124,7 @@ def test_a_pair_of_many_speaks_mutual_tls_and_gets_a_new_draft(tmp_path, weights
     """The pod of pair-0; the other pairs are not there, as with KEDA."""
     with running("many", tmp_path, weights, "target", "draft", "draft-canary", "gateway") as run:
         eventually(lambda: ready(run, "target", "draft", "gateway") and available(run) == 3, 20)
-        tls = run.folder("gateway", "/tls")
+        tls = tmp_path / "client-certificate"
         identity = ["--ssl-certfile", f"{tls}/tls.crt", "--ssl-keyfile", f"{tls}/tls.key"]
         ask(run, "--peer-ca-certs", f"{tls}/ca.crt", *identity)
         with pytest.raises(AssertionError, match="UNAVAILABLE"):
