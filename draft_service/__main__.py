@@ -43,7 +43,7 @@ def draft(
         int, typer.Option(help="Positions that the draft attends to, the last so many; 0: all, or the config's own.")
     ] = 0,
     threads: Annotated[int, typer.Option(help="Threads of computations on a CPU.")] = 1,
-    grace: Annotated[float, typer.Option(help="Seconds that open streams get after SIGTERM.")] = 30.0,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds that open streams get after SIGTERM.")] = 30.0,
     log_level: LogLevel = "info",
     config: ConfigFile = None,
 ) -> None:

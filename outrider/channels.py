@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator
 
@@ -71,16 +72,24 @@ def connection_age(seconds: float, grace: float) -> list[tuple[str, int]]:
     ]
 
 
+def check_address(address: str) -> None:
+    """Raises ValueError for an address without a port, where gRPC would go to port 443."""
+    if not address.startswith("unix:") and not re.fullmatch(r".*[^:/]:\d+", address):
+        raise ValueError(f"expected HOST:PORT, found {address!r}")
+
+
 def connect(
     address: str,
     max_message_bytes: int = SERVICE_MESSAGE_BYTES,
     security: ClientSecurity = NO_SECURITY,
     in_turn: bool = False,
 ) -> grpc.aio.Channel:
-    """A channel to HOST:PORT (or unix:PATH). Raises ValueError where a token would cross the network in the clear.
+    """A channel to HOST:PORT (or unix:PATH, or dns:///NAME:PORT).
 
+    Raises ValueError for an address without a port, and where a token would cross the network in the clear.
     `in_turn`: where a name stands for several addresses, calls go to all of them in turn, not to one.
     """
+    check_address(address)
     options: list[tuple[str, int | str]] = [*channel_options(max_message_bytes)]
     if in_turn:
         options.append(_IN_TURN)

@@ -152,8 +152,8 @@ def split_flags(flag: str, text: str) -> list[str]:
         raise usage_error(f"{flag}: {error}, found {text!r}") from None
 
 
-def parse_bytes(text: str) -> int:
-    """`512MiB`, `4GB`, `1000000` as bytes. Raises ValueError naming what it found."""
+def parse_bytes(text: str, flag: str = "") -> int:
+    """`512MiB`, `4GB`, `1000000` as bytes. Raises ValueError naming the flag, if given, and what it found."""
     units = {"": 1, "b": 1}
     for power, prefix in enumerate("kmgt", start=1):
         units |= {prefix: 1000**power, f"{prefix}b": 1000**power, f"{prefix}ib": 1024**power}
@@ -162,7 +162,8 @@ def parse_bytes(text: str) -> int:
     try:
         return int(float(digits) * units[unit])
     except (KeyError, ValueError):
-        raise ValueError(f"expected a size such as 512MiB or 4GB, found {text!r}") from None
+        named = f"{flag}: " if flag else ""
+        raise ValueError(f"{named}expected a size such as 512MiB or 4GB, found {text!r}") from None
 
 
 def utf8(name: str, text: str) -> str:

@@ -41,12 +41,12 @@ class SharedSegment:
         """
         if size <= 0:
             raise ValueError(f"size: expected at least 1 byte, found {size}")
-        group_id = _group_id(group) if isinstance(group, str) else group
+        reader = group_id(group) if isinstance(group, str) else group
         name, fd = _create_locked_file()
         try:
-            if group_id is not None:
-                os.fchown(fd, -1, group_id)
-            os.fchmod(fd, 0o600 if group_id is None else 0o660)
+            if reader is not None:
+                os.fchown(fd, -1, reader)
+            os.fchmod(fd, 0o600 if reader is None else 0o660)
             _allocate(fd, size)
             return cls(name, mmap.mmap(fd, size), fd)
         except BaseException:
@@ -127,11 +127,12 @@ def _create_locked_file() -> tuple[str, int]:
         os.close(fd)  # a sweep came between creation and lock, and takes it for a stale one
 
 
-def _group_id(group: str) -> int:
+def group_id(group: str) -> int:
+    """The number of a group of this machine. Raises ValueError where there is none."""
     try:
         return grp.getgrnam(group).gr_gid
     except KeyError:
-        raise ValueError(f"group: expected a group of this machine, found {group!r}") from None
+        raise ValueError(f"expected a group of this machine, found {group!r}") from None
 
 
 def _lock(fd: int) -> bool:

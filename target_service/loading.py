@@ -20,7 +20,7 @@ from target_service.limits import Limits
 from target_service.metrics import TargetMetrics
 from target_service.models import Model, load_model
 from target_service.service import Target
-from target_service.settings import Settings, choose_device, size_cache
+from target_service.settings import Settings, check_sizes, choose_device, size_cache
 from target_service.shared_weights import SharedWeights
 from target_service.tokenizer_files import TokenizerFiles
 from target_service.validation import CommandReader
@@ -42,6 +42,7 @@ class Loaded:
 def load_target(settings: Settings, instance_id: str, metrics: TargetMetrics, deliver: Callable[..., Any]) -> Loaded:
     """Loads the model and allocates its cache. Raises ValueError for a checkpoint or flag that does not fit."""
     device = choose_device(settings.device)
+    check_sizes(settings, device)  # now: a large model takes minutes to load
     tokenizer = TokenizerFiles.read(settings.model)
     model = load_model(settings.model, device, settings.dtype)
     weights = SharedWeights(model)
@@ -67,11 +68,9 @@ def load_target(settings: Settings, instance_id: str, metrics: TargetMetrics, de
 
 
 def _buffers(settings: Settings, instance_id: str) -> Buffers:
-    """Raises OSError or ValueError, naming the flag, where they cannot be had."""
+    """Raises OSError, naming the flag, where they cannot be had."""
     try:
         return Buffers(instance_id, parse_bytes(settings.shared_memory), settings.shared_memory_group or None)
-    except ValueError as error:
-        raise ValueError(f"--shared-memory: {error}") from error
     except OSError as error:
         raise OSError(f"--shared-memory: {error}; 0 sends hidden states inline") from error
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from outrider.settings import parse_bytes
+from outrider.shared_memory import group_id
 from target_service.limits import Limits
 from target_service.models import Model
 
@@ -48,16 +49,30 @@ def choose_device(device: str) -> torch.device:
 
 
 def cache_bytes(text: str, device: torch.device) -> int:
-    """--kv-cache in bytes: a size such as 512MiB, or a fraction of the memory that is free now."""
+    """--kv-cache in bytes: a size such as 512MiB, or a fraction of the memory that is free now.
+
+    Raises ValueError that names the flag.
+    """
     try:
         fraction = float(text)
     except ValueError:
-        return parse_bytes(text)
+        return parse_bytes(text, "--kv-cache")
     if fraction >= 1:
         return int(fraction)
     if fraction <= 0:
         raise ValueError(f"--kv-cache: expected a size or a fraction above 0, found {text!r}")
     return int(fraction * _free_bytes(device))
+
+
+def check_sizes(settings: Settings, device: torch.device) -> None:
+    """Raises ValueError, naming the flag, for memory and groups that make no sense with any model."""
+    cache_bytes(settings.kv_cache, device)
+    parse_bytes(settings.shared_memory, "--shared-memory")
+    if settings.shared_memory_group:
+        try:
+            group_id(settings.shared_memory_group)
+        except ValueError as error:
+            raise ValueError(f"--shared-memory-group: {error}") from None
 
 
 def size_cache(settings: Settings, model: Model, page_size: int, device: torch.device) -> tuple[Limits, int]:

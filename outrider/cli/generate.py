@@ -11,7 +11,7 @@ import typer
 from outrider.cli import client, statistics
 from outrider.cli.options import GenerationOptions
 from outrider.cli.resume import generate_somewhere
-from outrider.settings import utf8, with_options
+from outrider.settings import usage_error, utf8, with_options
 from outrider.v1 import gateway_pb2, gateway_pb2_grpc
 
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
@@ -26,6 +26,8 @@ def generate(
     options: GenerationOptions,
 ) -> None:
     """Answer PROMPT, streaming."""
+    if raw and system:
+        raise usage_error("--system needs the chat template, which --raw leaves out")
     request = options.request()
     content = utf8("PROMPT", sys.stdin.read() if prompt == "-" else prompt)
     if raw:

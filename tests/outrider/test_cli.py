@@ -222,6 +222,30 @@ def test_bench_refuses_an_empty_file_of_prompts(tmp_path) -> None:
     assert done.returncode == 2 and "expected one prompt a line" in done.stderr
 
 
+def test_a_system_message_has_no_place_in_raw_text() -> None:
+    done = outrider("generate", "hello", "--raw", "--system", "Be brief.")
+    assert done.returncode == 2 and "--system" in done.stderr
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost:", "dns:///gateway"])
+def test_an_address_without_a_port_is_refused(address: str) -> None:
+    done = outrider("generate", "hello", "--address", address)
+    assert done.returncode == 2 and f"expected HOST:PORT, found '{address}'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--target", "localhost"], "--target: expected HOST:PORT, found 'localhost'"),
+        (["--target", "localhost:1", "--kv-cache", "0.3"], "--kv-cache: expected a size such as 256MiB, found '0.3'"),
+        (["--target", "localhost:1", "--kv-cache", "much"], "--kv-cache: expected a size such as"),
+    ],
+)
+def test_a_draft_knows_a_wrong_flag_before_it_waits_for_its_target(flags: list[str], named: str, tmp_path) -> None:
+    done = outrider("draft", "--model", str(tmp_path), *flags)
+    assert done.returncode == 1 and done.stderr.startswith(f"outrider draft: {named}")
+
+
 @pytest.mark.parametrize("command", ["up", "bench", "check"])
 def test_flags_for_a_service_that_cannot_be_taken_apart_are_named(command: str, tmp_path) -> None:
     draft = [str(tmp_path)] if command == "check" else []

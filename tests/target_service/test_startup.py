@@ -160,11 +160,12 @@ def test_what_does_not_fit_is_refused_at_start_by_its_name(checkpoint, flags, wo
         ({"device": "tpu"}, "--device: expected auto, cpu or cuda, found 'tpu'"),
         ({"dtype": "int8"}, "dtype: expected auto, float32 or bfloat16, found int8"),
         ({"kv_cache": "5kB"}, "--kv-cache: 5kB holds 0 pages"),
-        ({"kv_cache": "much"}, "found 'much'"),
+        ({"kv_cache": "much"}, "--kv-cache: expected a size such as 512MiB or 4GB, found 'much'"),
+        ({"shared_memory": "much"}, "--shared-memory: expected a size such as 512MiB or 4GB, found 'much'"),
         ({"kv_cache": "-0.5"}, "--kv-cache"),
         ({"kv_cache": "100kB", "max_sequence_length": 2048}, "--max-sequence-length 2048"),
         ({"max_sequence_length": 9999}, "--max-sequence-length: expected at most the model's 2048, found 9999"),
-        ({"shared_memory": "1MiB", "shared_memory_group": "no-such-group"}, "no-such-group"),
+        ({"shared_memory": "1MiB", "shared_memory_group": "no-such-group"}, "--shared-memory-group: expected"),
     ],
 )
 def test_what_does_not_fit_is_named(checkpoint, changes, words):
