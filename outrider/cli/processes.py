@@ -139,6 +139,12 @@ class Pair:
     async def __aexit__(self, *_: object) -> None:
         await self._stop()
 
+    def send_signal(self, number: int) -> None:
+        """Sends a signal to each service that runs."""
+        for service in self._services.values():
+            if service.process.returncode is None:
+                service.process.send_signal(number)
+
     async def start_draft(self) -> None:
         """Starts the draft, or starts it again where it listened before: the gateway looks for it there."""
         address = self["draft"].address if "draft" in self._services else "127.0.0.1:0"

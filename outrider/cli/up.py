@@ -33,6 +33,7 @@ def up(
     """Serve a pair with all three services on this machine, until Ctrl-C.
 
     A draft that ends is started again. A target or gateway that ends stops the others, and gives the exit code.
+    SIGUSR1 has all of them print their tables.
     """
     options = PairOptions(
         target,
@@ -58,7 +59,9 @@ async def _run(options: PairOptions) -> None:
     assert task is not None, "not in a task"
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    async with Pair(options) as pair:
+    pair = Pair(options)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, pair.send_signal, signal.SIGUSR1)
+    async with pair:
         print(f"outrider up ready grpc={pair.address} metrics={pair['gateway'].metrics}", flush=True)
         _say(f"try: outrider chat --address {pair.address}")
         keeper = asyncio.create_task(_keep_draft(pair)) if options.draft else None

@@ -111,7 +111,9 @@ def is_running(process: int) -> bool:
     return status.exists() and "State:\tZ" not in status.read_text()
 
 
-def test_up_serves_and_starts_a_lost_draft_again(up: Up) -> None:
+def test_up_serves_has_all_print_their_tables_and_starts_a_lost_draft_again(up: Up) -> None:
+    up.process.send_signal(signal.SIGUSR1)
+    eventually(lambda: all(f"--- outrider {name}" in up.errors for name in ("target", "draft", "gateway")))
     before = up.generate()
     assert before.returncode == 0, before.stderr
     assert "acceptance length" in before.stderr
