@@ -123,11 +123,11 @@ def test_acceptance_is_that_of_the_target(random):
         size = 1 + number(8)
         drafts = [number(3) for _ in range(size - 1)]
         chosen = [token if number(4) else 3 for token in drafts] + [number(4)]
-        rule = EndingRules(frozenset([3] if number(2) else [2, 5]), 20 + number(8), number(6), number(8))
+        rule = EndingRules(frozenset([3] if number(2) else [2, 5]), 20, number(6), number(8))
         generated, length = number(3), 15
         chains.append((chosen, [*drafts, -1], generated, length))
-        rules.append(replace(rule, max_sequence_length=25))
-        verdict = verify_chain(drafts, chosen, rules[-1], num_generated=generated, length=length)
+        rules.append(rule)
+        verdict = verify_chain(drafts, chosen, rule, num_generated=generated, length=length)
         expected.append((len(verdict.token_ids), verdict.num_accepted, int(verdict.finish_reason)))
     device = random(1).device
 
@@ -140,7 +140,7 @@ def test_acceptance_is_that_of_the_target(random):
         length=integers([chain[3] for chain in chains]),
         min_new=integers([rule.min_new_tokens for rule in rules]),
         max_new=integers([rule.max_new_tokens for rule in rules]),
-        max_length=25,
+        max_length=20,
     )
     starts = integers([0, *torch.tensor([len(chain[0]) for chain in chains]).cumsum(0).tolist()])
     rows = [integers([token for chain in chains for token in chain[part]], torch.int64) for part in (0, 1)]
