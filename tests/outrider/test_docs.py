@@ -48,8 +48,9 @@ def test_flags_that_are_named_exist() -> None:
         services.command()(command)
     commands = [*typer.main.get_command(app).commands.values(), *typer.main.get_command(services).commands.values()]
     known = {flag for command in commands for parameter in command.params for flag in flags_of(parameter)}
+    of_bench = re.findall(r'"(--[a-z-]+)"', (ROOT / "kernels/bench/__main__.py").read_text())
     of_docker = {"--build-arg", "--read-only", "--shm-size", "--tmpfs", "--user"}
-    of_other_tools = {"--help", "--extra-index-url", *of_docker}
+    of_other_tools = {"--help", "--extra-index-url", *of_bench, *of_docker}
     for document in DOCUMENTS:
         unknown = set(re.findall(r"--[a-z][a-z-]+", document.read_text())) - known - of_other_tools
         assert not unknown, document
