@@ -77,7 +77,7 @@ CHAINS = {
 def test_choices_are_those_of_the_torch_form(random, chain):
     logits = random(chain.num_rows, VOCABULARY) * 2
     with native.form("torch"):
-        expected = choose_tokens(logits, [chain])
+        expected = choose_tokens(logits.cpu(), [chain])
     assert choose_tokens(logits, [chain]) == expected
 
 
@@ -86,7 +86,7 @@ def test_a_batch_of_sequences(random):
     chains = [replace(chain, **alone) for chain in CHAINS.values()]
     logits = random(len(chains), VOCABULARY)
     with native.form("torch"):
-        expected = choose_tokens(logits, chains)
+        expected = choose_tokens(logits.cpu(), chains)
     assert choose_tokens(logits, chains) == expected
 
 
@@ -107,7 +107,7 @@ def test_ties_and_rows_without_a_choice(random, params):
     logits[3] = 1.0
     chosen = choose_tokens(logits, [ChainRows(params, 3, [0, 0, 0])])
     with native.form("torch"):
-        assert chosen == choose_tokens(logits, [ChainRows(params, 3, [0, 0, 0])])
+        assert chosen == choose_tokens(logits.cpu(), [ChainRows(params, 3, [0, 0, 0])])
     assert chosen[1:3] == [NO_TOKEN] * 2
     assert chosen[3] in ([0, 1] if params.top_k else range(VOCABULARY))
 
