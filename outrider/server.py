@@ -6,6 +6,7 @@ import asyncio
 import faulthandler
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -144,14 +145,25 @@ class ServiceFrame:
 
 def _bind(server: grpc.aio.Server, listen: str, flag: str, credentials: grpc.ServerCredentials | None = None) -> str:
     """Binds HOST:PORT or unix:PATH and returns the address that clients use."""
-    host, _ = _split(listen, flag)
+    host, number = _split(listen, flag)
     try:
         port = server.add_secure_port(listen, credentials) if credentials else server.add_insecure_port(listen)
     except RuntimeError as error:
-        raise OSError(f"{flag}: cannot bind {listen}: {error}") from error
+        raise OSError(f"{flag}: cannot bind {listen}: {_why_not(host, number) or error}") from error
     if not host:
         return listen
     return f"{host}:{port}" if ":" not in host else f"[{host}]:{port}"
+
+
+def _why_not(host: str, port: int) -> str:
+    """Why nothing can listen there, which gRPC logs and does not say; empty where that cannot be told."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
+    except OSError as error:
+        return error.strerror or ""
+    return ""
 
 
 def _split(listen: str, flag: str) -> tuple[str, int]:

@@ -34,6 +34,13 @@ asyncio.run(main())
 """
 
 
+async def test_a_port_that_is_taken_is_named_with_the_reason():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        frame = ServiceFrame("toy", SERVICE, f"127.0.0.1:{taken.getsockname()[1]}", None)
+        with pytest.raises(OSError, match=r"^--listen: cannot bind 127\.0\.0\.1:\d+: Address already in use$"):
+            await frame.start(lambda server: None)
+
+
 def test_a_process_serves_health_and_metrics_drains_and_exits_zero():
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
