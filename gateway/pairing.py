@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 _WEIGHTED = re.compile(r"(?P<address>.*):(?P<weight>[^:]*)%")
 _BARE_WEIGHT = re.compile(r"[^:\[\]/]+:\d+:[\d.]+")
+_ADDRESS = re.compile(r"unix:\S+|\S*[^\s:/]:(?P<port>\d{1,5})")  # the latter also as dns:///HOST:PORT
 _SAME = 1e-6  # percent
 
 
@@ -74,7 +75,8 @@ def _parse_draft(part: str, text: str) -> tuple[str, float | None]:
 def _check_address(address: str, text: str) -> None:
     if _BARE_WEIGHT.fullmatch(address):
         raise ValueError(f"--pair: expected a weight to end with %, found {address!r} in {text!r}")
-    if ":" not in address:
+    matched = _ADDRESS.fullmatch(address)
+    if matched is None or not 0 < int(matched["port"] or 1) < 2**16:
         raise ValueError(f"--pair: expected HOST:PORT[=HOST:PORT[:WEIGHT%],...], found {address!r} in {text!r}")
 
 

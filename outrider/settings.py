@@ -47,7 +47,7 @@ def read_options(path: Path, known: Collection[str]) -> dict[str, Any]:
         values = yaml.safe_load(path.read_text()) or {}
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:  # of bytes, of dates, of nesting, of the rest
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected a mapping of options to values, found {type(values).__name__}")

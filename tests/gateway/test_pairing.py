@@ -17,6 +17,7 @@ def test_pairs_and_weights() -> None:
     assert parse_pairs(["a:1=b:2", "unix:/x"]) == [Pair("a:1", (DraftShare("b:2", 100),)), Pair("unix:/x")]
     assert shares("a:1=b:2,c:3:10%") == {"b:2": 90, "c:3": 10}
     assert shares("a:1=b:2,c:3,d:4:2.5%,unix:/e:7.5%") == {"b:2": 45, "c:3": 45, "d:4": 2.5, "unix:/e": 7.5}
+    assert shares("a:1=dns:///b:65535") == {"dns:///b:65535": 100}
     assert shares("a:1=b:2", "a:1=c:3") == {"b:2": 50, "c:3": 50}
     assert shares("a:1=b:2,c:3:0%") == {"b:2": 100, "c:3": 0}
     assert shares("a:1=b:2,c:3:100%") == {"b:2": 0, "c:3": 100}
@@ -44,6 +45,13 @@ def test_pairs_and_weights() -> None:
         (["a:1=b:2:ten%"], "a weight of 0% to 100%, found 'ten%'"),
         (["a:1=b:2:nan%"], "a weight of 0% to 100%, found 'nan%'"),
         (["a:1=b:2:10"], "expected a weight to end with %, found 'b:2:10'"),
+        (["a:1=b:2, c:3:10%"], "expected HOST:PORT[=HOST:PORT[:WEIGHT%],...], found ' c:3' in"),
+        (["a:1 =b:2"], "found 'a:1 ' in"),
+        (["a:1=:2"], "found ':2' in"),
+        (["a:1=b:http"], "found 'b:http' in"),
+        (["a:0"], "found 'a:0' in"),
+        (["a:1=dns:///b:65536"], "found 'dns:///b:65536' in"),
+        (["dns:///b"], "found 'dns:///b' in"),
     ],
 )
 def test_mistakes_are_named(texts: list[str], found: str) -> None:

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from outrider.settings import parse_bytes
+from outrider.settings import parse_bytes, read_options
 
 SCRIPT = """
 from typing import Annotated
@@ -90,3 +90,11 @@ def test_sizes(text, size):
 def test_a_bad_size_is_named(text):
     with pytest.raises(ValueError, match="expected a size"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize(("text", "found"), [("kv-cache: 2026-13-45", "month must be in"), ("[" * 3000, "recursion depth")])
+def test_a_value_that_yaml_cannot_make_is_an_error_of_its_file(tmp_path, text, found):
+    file = tmp_path / "toy.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=rf"^{file}: .*{found}"):
+        read_options(file, {"kv_cache"})
