@@ -55,12 +55,14 @@ def draft(
 
     from draft_service.server import DraftServer
     from draft_service.settings import Settings
+    from outrider.channels import check_address
     from outrider.errors import OutriderError
     from outrider.server import configure_logging
 
     torch.set_num_threads(threads)
     configure_logging(log_level, "draft")
     try:
+        check_address(target, "--target")
         settings = Settings(
             model,
             target,

@@ -11,7 +11,6 @@ import torch
 from draft_service.model import DraftModel
 from draft_service.proposer import Limits
 from kernels.kv_cache import PAGE_SIZE
-from outrider.channels import check_address
 from outrider.settings import parse_bytes
 
 log = logging.getLogger(__name__)
@@ -56,10 +55,6 @@ class Settings:
                 raise ValueError(f"{flag}: expected 0 or more, found {number}")
         if parse_bytes(self.kv_cache, "--kv-cache") < 1:
             raise ValueError(f"--kv-cache: expected a size such as 256MiB, found {self.kv_cache!r}")
-        try:
-            check_address(self.target)
-        except ValueError as error:
-            raise ValueError(f"--target: {error}") from None
         parse_boundaries(self.aux_boundaries)
         return self
 

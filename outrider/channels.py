@@ -72,10 +72,11 @@ def connection_age(seconds: float, grace: float) -> list[tuple[str, int]]:
     ]
 
 
-def check_address(address: str) -> None:
-    """Raises ValueError for an address without a port, where gRPC would go to port 443."""
+def check_address(address: str, flag: str = "") -> None:
+    """Raises ValueError, naming the flag, if given, for an address without a port: gRPC would go to port 443."""
     if not address.startswith("unix:") and not re.fullmatch(r".*[^:/]:\d+", address):
-        raise ValueError(f"expected HOST:PORT, found {address!r}")
+        named = f"{flag}: " if flag else ""
+        raise ValueError(f"{named}expected HOST:PORT, found {address!r}")
 
 
 def connect(
