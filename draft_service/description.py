@@ -136,7 +136,7 @@ def describe(
         # transformers' layers, which speculators takes, have all four biases; flat files were seen with three.
         output_bias=False if not attention_bias else True if family == SPECULATORS else None,
         mlp_bias=read.flag("mlp_bias"),
-        fc_bias=False if family == SPECULATORS else read.optional_flag("bias"),
+        fc_bias=read.flag("bias") if family == SPECULATORS else read.optional_flag("bias"),
         logit_scale=read.number("logit_scale", 1.0) or 1.0,
         rope={key: config[key] for key in ROPE_KEYS if config.get(key) is not None} | {"head_dim": head_dim},
         max_position_embeddings=read.size("max_position_embeddings", optional=True),

@@ -15,6 +15,9 @@ from kernels.rope import rotary_frequencies
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "max_position_embeddings")
 # What the dict of a plain embedding may hold.
 _PLAIN = {"rope_theta", "partial_rotary_factor", "rope_type", "type"}
+# The least that makes sense. A negative factor, for one, turns heads backwards.
+_POSITIVE = ("attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
+_LEAST = {"factor": 1.0, "original_max_position_embeddings": 1.0, **dict.fromkeys(_POSITIVE, 0.0)}
 
 
 def check_rope(read: Reader, rope: Mapping[str, Any], faults: Faults) -> None:
@@ -33,6 +36,8 @@ def check_rope(read: Reader, rope: Mapping[str, Any], faults: Faults) -> None:
             faults.add(f"{key}: rope_type {kinds['rope_type']!r} and type {kinds['type']!r} contradict each other")
         if not kinds and set(scaling) - _PLAIN:
             faults.add(f"{key}: expected a rope_type, found only {sorted(scaling)}")
+        _check_numbers(key, scaling, faults)
+    _check_agreement(rope, faults)
     try:
         frequencies, _ = rotary_frequencies(rope)
         if not torch.isfinite(frequencies).all():
@@ -42,6 +47,31 @@ def check_rope(read: Reader, rope: Mapping[str, Any], faults: Faults) -> None:
     except (ArithmeticError, TypeError, ValueError) as error:
         keys = [key for key in ROPE_KEYS if key in rope]
         faults.add(f"rope ({', '.join(keys) or 'head_dim'}): {error}")
+
+
+def _check_numbers(key: str, scaling: Mapping[str, Any], faults: Faults) -> None:
+    """Faults for numbers that turn no head in any sensible way, though they can be computed with."""
+    for name, least in _LEAST.items():
+        value = scaling.get(name)
+        if isinstance(value, int | float) and not value >= least:
+            faults.add(f"{key}.{name}: expected at least {least:g}, found {value}")
+    low, high = scaling.get("low_freq_factor"), scaling.get("high_freq_factor")
+    if isinstance(low, int | float) and isinstance(high, int | float) and not low < high:
+        faults.add(f"{key}: expected low_freq_factor below high_freq_factor, found {low} and {high}")
+
+
+def _check_agreement(rope: Mapping[str, Any], faults: Faults) -> None:
+    """A fault where the old and the new spelling are both there and differ. Only theta has an order of precedence."""
+    new, old = rope.get("rope_parameters"), rope.get("rope_scaling")
+    if not (new and old and isinstance(new, Mapping) and isinstance(old, Mapping)):
+        return
+    ours, theirs = (
+        {"rope_type": one.get("rope_type") or one.get("type") or "default"}
+        | {name: one[name] for name in one if name not in ("rope_theta", "rope_type", "type")}
+        for one in (new, old)
+    )
+    if ours != theirs:
+        faults.add(f"rope_parameters {new!r:.120} and rope_scaling {old!r:.120} contradict each other")
 
 
 def summarise(rope: Mapping[str, Any]) -> str:

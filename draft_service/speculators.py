@@ -71,6 +71,11 @@ _TOP_LEVEL = (
     "eagle_aux_hidden_state_layer_ids",
     "logit_scale",
     "tie_word_embeddings",
+    # Not the library's; where a file has them, they count as in the flat layout.
+    "eagle_config",
+    "use_aux_hidden_state",
+    "use_aux_norm",
+    "bias",
 )
 # These may differ: they are of the draft as a whole in one place and of the target, or its layer, in the other.
 _OF_BOTH = {"architectures", "model_type", "tie_word_embeddings"}
@@ -87,14 +92,11 @@ def as_flat(config: Mapping[str, Any], tensor_names: Collection[str], faults: Fa
         expected = " or ".join(LAYER_DEFAULTS)
         faults.add(f"transformer_layer_config.model_type: expected {expected}, found {kind!r}")
         return {}
-    for key in sorted(_LAYER_KEYS.union(_TOP_LEVEL) - _OF_BOTH):
-        outer, inner = config.get(key), layer.get(key)
-        if None not in (outer, inner) and outer != inner:
-            faults.add(f"{key} {outer!r:.60} and transformer_layer_config.{key} {inner!r:.60} contradict each other")
     stated = {key: layer[key] for key in _LAYER_KEYS if layer.get(key) is not None}
     flat = LAYER_DEFAULTS[kind] | stated
     flat.setdefault("num_key_value_heads", flat["num_attention_heads"])
     flat.setdefault("num_hidden_layers", count_layers(tensor_names))
+    _check_places(config, layer, flat, faults)
     flat |= {key: config[key] for key in _TOP_LEVEL if config.get(key) is not None}
     flat["draft_vocab_size"] = config.get("draft_vocab_size", _DRAFT_VOCAB_SIZE)
     if config.get("norm_before_residual") is None:
@@ -102,6 +104,21 @@ def as_flat(config: Mapping[str, Any], tensor_names: Collection[str], faults: Fa
         flat["norm_before_residual"] = True
     _settle_windows(flat)
     return flat
+
+
+def _check_places(
+    config: Mapping[str, Any], layer: Mapping[str, Any], meant: Mapping[str, Any], faults: Faults
+) -> None:
+    """Faults for keys of the top level that say otherwise than the layer's config, or than its silence means."""
+    for key in sorted(_LAYER_KEYS.union(_TOP_LEVEL) - _OF_BOTH):
+        outer, inner = config.get(key), layer.get(key)
+        if outer is None or outer == inner:
+            continue
+        if inner is not None:
+            faults.add(f"{key} {outer!r:.60} and transformer_layer_config.{key} {inner!r:.60} contradict each other")
+        elif key in _LAYER_KEYS and outer != meant.get(key):
+            means = f"; its silence means {meant[key]!r:.60}" if key in meant else ""
+            faults.add(f"{key} {outer!r:.60}: expected in transformer_layer_config{means}")
 
 
 def _settle_windows(flat: dict[str, Any]) -> None:

@@ -17,6 +17,13 @@ from tests.drafts import write_tiny_draft
 from tests.models import write_tiny_llama
 
 EMBED, HEAD = "embed_tokens.weight", "lm_head.weight"
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 DEEP = {"num_hidden_layers": 2, "qk_norm": True}
 DRAFTS = {
     "A": {"layout": "A", "norm_before_fc": True, "bias": True, "mlp_bias": True, "t2d": True},
@@ -211,6 +218,13 @@ CONTRADICTIONS = [
         "'yarn' and type 'linear' contradict",
     ),
     ("A", "rope_parameters", [1], "rope_parameters: expected an object"),
+    ("A", "rope_scaling", {"rope_type": "linear", "factor": -2.0}, "rope_scaling.factor: expected at least 1"),
+    (
+        "A",
+        "rope_scaling",
+        {**LLAMA3, "high_freq_factor": 0.5},
+        "expected low_freq_factor below high_freq_factor, found 1.0 and 0.5",
+    ),
     ("A", "rope_theta", "x", "rope_theta: expected a positive number"),
     ("A", "num_hidden_layers", 10**9, "num_hidden_layers: 1000000000, but the file has tensors of 1"),
     ("A", "head_dim", 10**30, "head_dim: expected a positive integer of 31 bits"),
@@ -241,6 +255,37 @@ def test_two_places_of_one_key_may_not_differ(tmp_path, target):
         edit_config(directory, **{key: value})
         assert_fault(faults_of(directory, target), f"{key} {value!r} and transformer_layer_config.{key}", "contradict")
         edit_config(directory, **{key: None})
+
+
+def test_what_the_top_level_says_of_a_silent_layer_is_no_secret(tmp_path, target):
+    """The nested config leaves out what equals a default: another value above it contradicts that."""
+    directory = write_tiny_draft(tmp_path, layout="B", embed=True)
+    for key, value in (("attention_bias", True), ("mlp_bias", True), ("head_dim", 32), ("rope_scaling", LLAMA3)):
+        layer = json.loads((directory / "config.json").read_text())["transformer_layer_config"]
+        layer.pop(key, None)
+        edit_config(directory, transformer_layer_config=layer, **{key: value})
+        assert_fault(faults_of(directory, target), f"{key} ", "expected in transformer_layer_config")
+        edit_config(directory, **{key: None})
+    # Keys of the flat layout count here too.
+    for key, value, part in (
+        ("eagle_config", {"norm_before_fc": True}, "input_norm.weight: missing"),
+        ("use_aux_norm", True, "fc_norm.0.weight: missing"),
+        ("bias", True, "fc.bias: missing"),
+    ):
+        edit_config(directory, **{key: value})
+        assert_fault(faults_of(directory, target), part)
+        edit_config(directory, **{key: None})
+    edit_config(directory, use_aux_hidden_state=False)
+    assert resolve(directory, target)["boundaries"].startswith("5 ")
+
+
+def test_the_old_and_the_new_spelling_of_a_rope_may_not_differ(tmp_path, target):
+    new = {**LLAMA3, "rope_theta": 1e6}
+    directory = write_tiny_draft(tmp_path, embed=True, rope_parameters=new, rope_scaling=LLAMA3)
+    assert resolve(directory, target)["rope"] == "llama3 theta 1e+06 factor 8"
+    for other in ({"rope_type": "default"}, {**LLAMA3, "factor": 4.0}):
+        edit_config(directory, rope_parameters=other)
+        assert_fault(faults_of(directory, target), "rope_parameters", "rope_scaling", "contradict each other")
 
 
 ODD = ("x", -1, 0, 2.5, True, [], [1], {}, {"a": 1}, 10**30)
