@@ -56,7 +56,7 @@ def main() -> int:
         parser.error("no CUDA device: set TRITON_INTERPRET=1, or pass --compile")
     with torch.inference_mode(), native.form("triton"):
         if options.compile:
-            return _compile(options.only)
+            return _compile(options.only, _settings(options.set))
         data = (
             Data(sizes.TINY, torch.device("cpu"), torch.float32)
             if interpreted
@@ -164,14 +164,15 @@ def _line(result: dict[str, Any]) -> str:
     )
 
 
-def _compile(only: list[str]) -> int:
+def _compile(only: list[str], settings: list[Settings]) -> int:
     from kernels.bench.offline import compiling
 
     data = Data(sizes.TO_COMPILE, torch.device("cpu"), torch.bfloat16)
     with compiling():
         for case in _cases(data, only):
-            for rows in case.rows:
-                print(f"{case.name}, rows {rows}", flush=True)
+            for setting, rows in product(settings, case.rows):
+                _apply(setting)
+                print(f"{case.name}, rows {rows}", *setting.items(), flush=True)
                 case.compute(rows, 0)
     return 0
 

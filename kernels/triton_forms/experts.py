@@ -24,6 +24,7 @@ FEW_ROWS = 16
 MOST_ROWS_OF_SMALL_TILES = 256
 GATED_OUTPUTS, DOWN_OUTPUTS = 64, 32
 WARPS, STAGES = 4, 6
+BLOCKS = 1  # of 32 inputs from each half that are taken at a time: one or two
 LARGE_TILE, LARGE_OUTPUTS = 64, 128
 LARGE_WARPS, LARGE_STAGES = 4, 3
 _SMALL_TILE = 16
@@ -124,6 +125,7 @@ def _launch(
         TILE_ROWS=tiles.rows,
         TILE_OUTPUTS=tile_outputs,
         GROUP=BLOCK,
+        BLOCKS=BLOCKS,
         BF16=x.dtype == torch.bfloat16,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=WARPS if small else LARGE_WARPS,
@@ -187,6 +189,7 @@ def _experts(
     TILE_ROWS: tl.constexpr,
     TILE_OUTPUTS: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BF16: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -208,15 +211,20 @@ def _experts(
     x_row = pairs // TOP_K if GATED else pairs
     x_places = x + x_row.to(tl.int64)[:, None] * (2 * HALF)
     acc = tl.zeros((TILE_ROWS, TILE_OUTPUTS), tl.float32)
-    for begin in range(0, HALF, GROUP):
-        column = begin + tl.arange(0, GROUP)
-        low_x = tl.load(x_places + column[None, :], mask=inside[:, None], other=0.0)
-        high_x = tl.load(x_places + HALF + column[None, :], mask=inside[:, None], other=0.0)
+    for begin in range(0, HALF, GROUP * BLOCKS):
+        column = begin + tl.arange(0, GROUP * BLOCKS)
+        in_half = column < HALF if BLOCKS > 1 else column >= 0
+        x_mask = inside[:, None] & in_half[None, :]
+        low_x = tl.load(x_places + column[None, :], mask=x_mask, other=0.0)
+        high_x = tl.load(x_places + HALF + column[None, :], mask=x_mask, other=0.0)
         block = begin // GROUP
         word = tl.load(scales + (block // 2) * OUTPUTS + output, mask=in_outputs, other=0) >> (block % 2 * 8)
-        low_scale, high_scale = word & 0xFF, (word >> 16) & 0xFF
+        scale = word[:, None]
+        if BLOCKS > 1:
+            scale = scale >> (column // GROUP % 2 * 8)[None, :]
+        mask = in_outputs[:, None] & in_half[None, :]
         low, high = unpack(
-            values, low_scale, high_scale, output, column, HALF, in_outputs, BF16, x.dtype.element_ty
+            values, scale & 0xFF, (scale >> 16) & 0xFF, output, column, HALF, mask, BF16, x.dtype.element_ty
         )  # fmt: skip
         acc = tl.dot(low_x, tl.trans(low), acc, input_precision=PRECISION)
         acc = tl.dot(high_x, tl.trans(high), acc, input_precision=PRECISION)

@@ -123,18 +123,17 @@ def _pack_scales(scales: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def unpack(values, low_scale, high_scale, row, column, half, in_rows, BF16: tl.constexpr, dtype: tl.constexpr):
-    """The weights [N, 32] of one expert's rows and its inputs `column` and half + column, in `dtype`.
+def unpack(values, low_scale, high_scale, row, column, half, mask, BF16: tl.constexpr, dtype: tl.constexpr):
+    """The weights [N, B] of one expert's rows and its inputs `column` and half + column, in `dtype`.
 
-    values: [outputs, half]. low_scale, high_scale: int32 [N]. row, in_rows: [N]. column: [32], one block.
+    values: [outputs, half]. low_scale, high_scale: int32 [N, B] or [N, 1]. row: [N]. column: [B]. mask: [N, B].
     """
-    mask = in_rows[:, None]
     if BF16:
         packed = tl.load(values + row[:, None] * half + column[None, :], mask=mask, other=0)
         low_factor = ((low_scale.to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True)
         high_factor = ((high_scale.to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True)
-        low_factor = tl.broadcast_to(low_factor[:, None], packed.shape)
-        high_factor = tl.broadcast_to(high_factor[:, None], packed.shape)
+        low_factor = tl.broadcast_to(low_factor, packed.shape)
+        high_factor = tl.broadcast_to(high_factor, packed.shape)
         low, high = tl.inline_asm_elementwise(
             UNPACK,
             "=&r,=&r,=&r,=&r,r,r,r,r,r",
@@ -153,8 +152,8 @@ def unpack(values, low_scale, high_scale, row, column, half, in_rows, BF16: tl.c
         low_rest = tl.where(is_first, bits >> 6, bits >> 3) & 7
         high_sign = tl.where(is_first, bits >> 9, bits >> 10) & 1
         high_rest = tl.where(is_first, bits & 7, ((bits >> 13) & 3) * 2 + ((bits >> 11) & 1))
-        low = _value(low_sign, low_rest) * tl.exp2(low_scale.to(tl.float32) - 127)[:, None]
-        high = _value(high_sign, high_rest) * tl.exp2(high_scale.to(tl.float32) - 127)[:, None]
+        low = _value(low_sign, low_rest) * tl.exp2(low_scale.to(tl.float32) - 127)
+        high = _value(high_sign, high_rest) * tl.exp2(high_scale.to(tl.float32) - 127)
         low, high = low.to(dtype), high.to(dtype)
     return low, high
 

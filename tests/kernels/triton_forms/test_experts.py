@@ -11,7 +11,7 @@ from kernels.triton_forms import experts as form
 from kernels.triton_forms.mxfp4 import pack_experts
 from tests.kernels.triton_forms.conftest import close
 
-COUNT, HIDDEN, INTERMEDIATE, TOP_K = 4, 64, 64, 2
+COUNT, HIDDEN, INTERMEDIATE, TOP_K = 4, 64, 128, 2
 
 
 def published(outputs, inputs, device):
@@ -54,6 +54,13 @@ def test_more_rows_have_the_bits_of_few(random, dtype, layer):
     close(together, wanted, dtype)
     for rows in (slice(0, 3), slice(17, 18)):
         assert torch.equal(moe(x[rows], layer), together[rows])
+
+
+def test_two_blocks_at_a_time(random, layer, dtype, monkeypatch):
+    monkeypatch.setattr(form, "BLOCKS", 2)
+    x = random(2, HIDDEN).to(dtype)
+    wanted = expected(x, layer)
+    close(moe(x, layer), wanted, dtype)
 
 
 def test_a_prompt(random, layer, dtype, monkeypatch):
