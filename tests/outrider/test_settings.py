@@ -92,7 +92,9 @@ def test_a_bad_size_is_named(text):
         parse_bytes(text)
 
 
-@pytest.mark.parametrize(("text", "found"), [("kv-cache: 2026-13-45", "month must be in"), ("[" * 3000, "recursion depth")])
+@pytest.mark.parametrize(
+    ("text", "found"), [("kv-cache: 2026-13-45", "month must be in"), ("[" * 3000, "recursion depth")]
+)
 def test_a_value_that_yaml_cannot_make_is_an_error_of_its_file(tmp_path, text, found):
     file = tmp_path / "toy.yaml"
     file.write_text(text)
