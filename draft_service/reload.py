@@ -13,7 +13,7 @@ from prometheus_client import Gauge
 from draft_service.loading import LoadedDraft, Loader, NamedDraft
 from draft_service.self_test import Verdict
 from draft_service.target_link import TargetLink
-from outrider.errors import FailedPrecondition, OutriderError
+from outrider.errors import FailedPrecondition, OutriderError, one_line
 from outrider.v1 import target_pb2
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Reload:
                 self._candidate = await self._load(draft)
             except (ValueError, OSError, OutriderError, grpc.aio.AioRpcError) as error:
                 self._successful.set(0)
-                log.error("SIGHUP: %s; the old weights go on serving", error)
+                log.error("SIGHUP: %s; the old weights go on serving", one_line(error))
             except Exception:  # a bug, which is no reason to stop what serves
                 self._successful.set(0)
                 log.exception("SIGHUP: the old weights go on serving")
@@ -74,7 +74,16 @@ class Reload:
         """Loads it beside the target as soon as that serves. Raises FailedPrecondition where it is near chance."""
         info = await self._link.info()
         loaded = await self._loader.load(draft, info)
-        verdict = await self._judge(loaded, info)
-        if verdict is not None and verdict.fits is False:
-            raise FailedPrecondition(f"{draft.inspected.checkpoint.directory}: {verdict.text}")
-        return Candidate(loaded, verdict)
+        return Candidate(loaded, await self._try(loaded, info))
+
+    async def _try(self, loaded: LoadedDraft, info: target_pb2.GetTargetInfoResponse) -> Verdict | None:
+        """The verdict; where the target was lost before there was one, its successor's. Raises FailedPrecondition."""
+        while True:
+            verdict = await self._judge(loaded, info)
+            if verdict is not None and verdict.fits is False:
+                raise FailedPrecondition(f"{loaded.draft.inspected.checkpoint.directory}: {verdict.text}")
+            if verdict is None or verdict.fits:
+                return verdict
+            tried, info = info, await self._link.info()
+            if info.instance_id == tried.instance_id:
+                return verdict

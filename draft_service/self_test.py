@@ -18,7 +18,7 @@ from draft_service.agreement import Agreement, measure
 from draft_service.model import DraftModel
 from draft_service.passages import write_passages
 from draft_service.prompts import encode_prompts
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, one_line
 from outrider.tokenizer_files import fetch_tokenizer
 from outrider.v1 import target_pb2, target_pb2_grpc
 
@@ -72,7 +72,7 @@ async def self_test(
         passages = await write_passages(stub, prompts, boundaries, NUM_TOKENS, SECONDS)
         return judge(await asyncio.to_thread(measure, model, passages, steps=1, seconds=SECONDS))
     except (grpc.aio.AioRpcError, OutriderError) as error:
-        return Verdict(None, f"not tested: {error}")
+        return Verdict(None, f"not tested: {one_line(error)}")
     except Exception:
         log.exception("self-test")
         return Verdict(None, "not tested: see above")

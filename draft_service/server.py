@@ -19,7 +19,7 @@ from draft_service.settings import Settings
 from draft_service.target_link import Attachment, TargetLink
 from draft_service.validation import CommandRules
 from outrider.engine_thread import EngineThread
-from outrider.errors import FailedPrecondition, Unavailable
+from outrider.errors import FailedPrecondition, Unavailable, one_line
 from outrider.metrics import reload_gauge
 from outrider.security import DraftSecurity
 from outrider.server import ServiceFrame
@@ -96,7 +96,7 @@ class DraftServer:
                             await self._serve(attachment)
                     await asyncio.sleep(_RETRY_SECONDS)
                 except (grpc.aio.AioRpcError, ConnectionError) as error:
-                    log.warning("the target at %s: %s; trying again", self._link.address, error)
+                    log.warning("the target at %s: %s; trying again", self._link.address, one_line(error))
                     await asyncio.sleep(_RETRY_SECONDS)
                 except (ValueError, FailedPrecondition) as error:
                     if self._thread is None:

@@ -123,6 +123,11 @@ def code_of(error: BaseException) -> grpc.StatusCode:
     return next((code for cls, code in _FOREIGN_CODES.items() if isinstance(error, cls)), grpc.StatusCode.INTERNAL)
 
 
+def one_line(error: BaseException) -> str:
+    """What a log says of an exception: of a failed call its code and details, for gRPC's own text is five lines."""
+    return f"{error.code().name}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else str(error)
+
+
 def to_status(error: BaseException) -> status_pb2.Status:
     """Encodes an exception with ErrorInfo, and BadRequest or RetryInfo where they apply."""
     code = code_of(error)

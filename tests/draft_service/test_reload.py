@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from unittest.mock import AsyncMock, MagicMock
 
 import grpc
 import pytest
 import torch
+from prometheus_client import Gauge
 
-from outrider.v1 import draft_pb2
+from draft_service.reload import Reload
+from draft_service.self_test import Verdict
+from outrider.v1 import draft_pb2, target_pb2
 from tests.draft_service.client import DraftClient, extend_draft, open_draft
 from tests.draft_service.drivers import extend, load_proposer, new_sequence
 from tests.drafts import point, write_tiny_draft
@@ -118,3 +122,28 @@ async def test_files_may_be_overwritten_while_they_serve(served: Service, link: 
     assert (await proposed(served))[1] == tokens
     with file.open("r+b") as stream:
         stream.write(data)
+
+
+@pytest.mark.parametrize(
+    ("targets", "verdicts", "successful"),
+    [
+        (["a", "b"], [None, False], 0),  # lost while it wrote, and its successor shows that the weights are bad
+        (["a", "b", "c"], [None, None, True], 1),
+        (["a", "a"], [None], 1),  # too busy to write
+    ],
+)
+async def test_a_target_lost_in_the_trial_is_no_reason_to_serve_untried_weights(targets, verdicts, successful) -> None:
+    link, loader, gauge = MagicMock(), MagicMock(), Gauge("last_reload_successful", "", registry=None)
+    link.info = AsyncMock(side_effect=[target_pb2.GetTargetInfoResponse(instance_id=name) for name in targets])
+    loader.inspect, loader.load = AsyncMock(), AsyncMock()
+    judge = AsyncMock(side_effect=[Verdict(fits, "tried") for fits in verdicts])
+    gauge.set(-1)
+    reload = Reload(loader, link, judge, gauge)
+    running = asyncio.create_task(reload.run())
+    reload.hang_up()
+    await asyncio.to_thread(eventually, lambda: gauge._value.get() >= 0)
+    running.cancel()
+    assert gauge._value.get() == successful and judge.await_count == len(verdicts)
+    candidate = reload.take()
+    assert (candidate is not None) == bool(successful)
+    assert candidate is None or candidate.verdict.fits == verdicts[-1]
