@@ -39,7 +39,10 @@ def test_drafted_text_is_green_in_a_terminal() -> None:
     assert mark_drafts(piece([(" a", True), (" b", False)]), colour=True) == "\x1b[32m a\x1b[0m b"
 
 
-@given(st.lists(st.tuples(st.text(st.characters(codec="utf-8", exclude_characters="[]"), max_size=4), st.booleans()), max_size=8))
+PLAIN_TEXT = st.text(st.characters(codec="utf-8", exclude_characters="[]"), max_size=4)
+
+
+@given(st.lists(st.tuples(PLAIN_TEXT, st.booleans()), max_size=8))
 def test_marking_adds_brackets_and_nothing_else(parts: list[tuple[str, bool]]) -> None:
     message = piece(parts)
     marked = mark_drafts(message, colour=False)
