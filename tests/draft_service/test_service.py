@@ -200,16 +200,17 @@ async def until(condition, timeout=5.0):
 
 async def test_sampled_chains_carry_the_noise_of_their_positions(expected, client):
     states, tokens = random_rows(9)
-    sampling = ProposalSampling(temperature=0.7, seed=42)
+    # So hot that the noise decides, not the logits.
+    sampling = ProposalSampling(temperature=20.0, seed=42)
     ours = extend(expected, new_sequence(sampling), 0, states, tokens, 5)
-    await client.send(open_draft(1, temperature=0.7, seed=42))
+    await client.send(open_draft(1, temperature=20.0, seed=42))
     proposal = await client.propose(extend_draft(1, 0, states, tokens, 5))
     assert list(proposal.token_ids) == ours.token_ids
     # The first token by hand: row 8 chooses position 10.
-    await client.send(open_draft(2, temperature=0.7, seed=42, logit_bias={int(ours.token_ids[0]): -100.0}))
+    await client.send(open_draft(2, temperature=20.0, seed=42, logit_bias={int(ours.token_ids[0]): -1000.0}))
     biased = await client.propose(extend_draft(2, 0, states, tokens, 1))
     assert biased.token_ids[0] != ours.token_ids[0]
-    logits = first_logits(expected, states, tokens) / 0.7
+    logits = first_logits(expected, states, tokens) / 20.0
     noise = gumbel_noise(42, 10, expected.model.target_ids)
     assert int(expected.model.target_ids[(logits + noise).argmax()]) == ours.token_ids[0]
 
