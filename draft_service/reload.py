@@ -41,6 +41,8 @@ class Reload:
         self._candidate: Candidate | None = None
         self.accepted = asyncio.Event()
         """Set while a candidate waits to be taken."""
+        self._taken = asyncio.Event()
+        self._taken.set()
 
     def hang_up(self) -> None:
         """Asks for what is there now; while that is loaded, once more for what is there afterwards."""
@@ -50,11 +52,13 @@ class Reload:
         """The candidate, once."""
         candidate, self._candidate = self._candidate, None
         self.accepted.clear()
+        self._taken.set()
         return candidate
 
     async def run(self) -> None:
         """Follows the signals."""
         while await self._hung_up.wait():
+            await self._taken.wait()  # the old weights, those that wait and new ones: memory is there for two
             self._hung_up.clear()
             try:
                 draft = await self._loader.inspect()
@@ -68,6 +72,7 @@ class Reload:
                 log.exception("SIGHUP: the old weights go on serving")
             else:
                 self._successful.set(1)
+                self._taken.clear()
                 self.accepted.set()
 
     async def _load(self, draft: NamedDraft) -> Candidate:

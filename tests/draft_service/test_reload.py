@@ -147,3 +147,18 @@ async def test_a_target_lost_in_the_trial_is_no_reason_to_serve_untried_weights(
     candidate = reload.take()
     assert (candidate is not None) == bool(successful)
     assert candidate is None or candidate.verdict.fits == verdicts[-1]
+
+
+async def test_a_second_signal_waits_until_the_weights_of_the_first_are_put_to_work() -> None:
+    link, loader = MagicMock(info=AsyncMock()), MagicMock(inspect=AsyncMock(), load=AsyncMock())
+    reload = Reload(loader, link, AsyncMock(return_value=None), Gauge("last_reload_successful", "", registry=None))
+    running = asyncio.create_task(reload.run())
+    reload.hang_up()
+    await reload.accepted.wait()
+    reload.hang_up()
+    await asyncio.sleep(0.05)
+    assert loader.load.await_count == 1
+    assert reload.take() is not None
+    await reload.accepted.wait()
+    running.cancel()
+    assert loader.load.await_count == 2
