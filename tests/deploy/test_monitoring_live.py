@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from deploy.demo import smollm2
 from deploy.grafana import build
 from deploy.grafana.panels import VARIABLES
 from tests.deploy.load import Load
@@ -41,6 +42,10 @@ PLAIN = {"k": 0, "sampling": HOT, **ASKS}
 SCRIPTED = {"k": 4, "sampling": GREEDY, "speculation": {"draft_model": "scripted-draft"}, **ASKS}
 RIGHT = {**SCRIPTED, "request_id": "pattern=right"}
 WRONG = {**SCRIPTED, "request_id": "pattern=wrong"}
+
+
+LIMITS = ("--max-sequences", "6", "--kv-cache", "64MiB", "--max-sequence-length", "2000")
+DEMO_TARGET = smollm2.cache_folder() / smollm2.DIRECTORY
 
 
 @dataclass
@@ -77,13 +82,11 @@ class World:
 
 
 @contextlib.contextmanager
-def world(directory: Path) -> Iterator[World]:
+def world(directory: Path, model: Path, draft_model: Path) -> Iterator[World]:
     """A target with a real draft and a scripted one, which only requests that name it get."""
-    model = write_tiny_llama(directory / "target", num_hidden_layers=40)
-    draft_model = write_tiny_draft(directory / "draft", draft_vocab_size=320)
     recorded = Recorded(directory / "oracle.json")
     with contextlib.ExitStack() as stack:
-        target = stack.enter_context(start_target(model, "--max-sequences", "6", "--kv-cache", "64MiB"))
+        target = stack.enter_context(start_target(model, *LIMITS))
         draft = stack.enter_context(start_draft(draft_model, target.address))
         scripted = stack.enter_context(scripted_draft(target.address, "--oracle", str(recorded.path)))
         pairs = directory / "gateway.yaml"
@@ -111,7 +114,9 @@ async def record(address: str) -> Any:
 @pytest.mark.timeout(300)
 def test_every_expression_has_data_and_every_fault_its_alert(tmp_path: Path) -> None:
     require("prometheus")
-    with world(tmp_path) as started:
+    model = write_tiny_llama(tmp_path / "target", num_hidden_layers=40)
+    draft_model = write_tiny_draft(tmp_path / "draft", draft_vocab_size=320)
+    with world(tmp_path, model, draft_model) as started:
         healthy = {"draft": (2, WITH_DRAFT), "plain": (1, PLAIN)}
         with started.load.running(**healthy):
             with started.load.running(scripted=(1, RIGHT)):
@@ -125,6 +130,17 @@ def test_every_expression_has_data_and_every_fault_its_alert(tmp_path: Path) -> 
         with started.load.running(**healthy):
             check_a_lost_target(started)
         assert started.prometheus.fired == {rule["alert"] for rule in rules() if "alert" in rule}
+
+
+@pytest.mark.skipif(not DEMO_TARGET.is_dir(), reason="the demo's target is not in the cache: make demo puts it there")
+@pytest.mark.timeout(300)
+def test_every_expression_has_data_on_the_demo_pair(tmp_path: Path) -> None:
+    require("prometheus")
+    with world(tmp_path, DEMO_TARGET, ROOT / "deploy" / "demo" / "draft") as started:
+        loads = {"draft": (2, {**WITH_DRAFT, "sampling": GREEDY}), "plain": (1, {**PLAIN, "sampling": GREEDY})}
+        with started.load.running(**loads, scripted=(1, RIGHT)):
+            check_expressions(started)
+            assert not started.prometheus.firing().keys() - {"OutriderSpeculationSlower"}, "two cores, four streams"
 
 
 def check_expressions(world: World) -> None:
