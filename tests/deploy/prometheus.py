@@ -20,6 +20,10 @@ import yaml
 
 INTERVAL = "300ms"  # between two scrapes, and between two evaluations
 WINDOW = "3s"  # of rates
+LIMITS = {  # of alerts, in seconds
+    "request_queue_time_seconds:mean_rate5m > 10": "request_queue_time_seconds:mean_rate5m > 0.5",
+    "verify_seconds:p90_rate5m > 0.5": "verify_seconds:p90_rate5m > 0.1",
+}
 
 Sample = tuple[dict[str, str], float]
 
@@ -33,10 +37,13 @@ def require(program: str) -> str:
 
 
 def quick(rules: str) -> str:
-    """The same rules with all their times shortened: windows, `for`, and how long a queue may be."""
+    """The same rules with all their times shortened: windows, `for`, and how long a queue or a step may be."""
     rules = re.sub(r"\[\d+m\]", f"[{WINDOW}]", rules)
     rules = re.sub(r"\bfor: \d+m\b", "for: 600ms", rules)
-    return rules.replace("request_queue_time_seconds:mean_rate5m > 10", "request_queue_time_seconds:mean_rate5m > 0.5")
+    for limit, shorter in LIMITS.items():
+        assert limit in rules, limit
+        rules = rules.replace(limit, shorter)
+    return rules
 
 
 class Prometheus:
