@@ -8,6 +8,7 @@ import torch
 
 from draft_service.sequence import DraftSequence
 from kernels.kv_cache import KVCache
+from kernels.transfer import to_device
 from outrider.pages import PageAllocator
 
 
@@ -62,4 +63,4 @@ class DraftCache:
         """Page tables of the sequences, int32 [S, P]."""
         tables = [sequence.table for sequence in sequences if sequence.table is not None]
         assert len(tables) == len(sequences), "a sequence without pages"
-        return (torch.stack(tables) if len(tables) > 1 else tables[0][None]).to(self._device)
+        return to_device(torch.stack(tables) if len(tables) > 1 else tables[0][None], self._device)

@@ -14,6 +14,7 @@ from draft_service.choice import Chooser
 from draft_service.model import DraftModel
 from draft_service.sequence import DraftSequence, NewRows
 from kernels.attention_block import Rows
+from kernels.transfer import to_device, to_host, wait
 
 
 @dataclass(eq=False, slots=True)
@@ -75,9 +76,11 @@ class Proposer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores keys and values of all rows but those that chains begin with: of these, returns g and tokens."""
         pieces = turns[0].rows.pieces if len(turns) == 1 else _chain_rows_last(turns)
-        states = _joined([states for states, _ in pieces]).to(self.model.device, self.model.dtype)
+        states = _joined([states for states, _ in pieces])
+        states = states.to(self.model.device, non_blocking=True).to(self.model.dtype)
         tokens = [tokens for _, tokens in pieces]
-        token_ids = torch.from_numpy(tokens[0] if len(tokens) == 1 else np.concatenate(tokens)).to(self.model.device)
+        token_ids = torch.from_numpy(tokens[0] if len(tokens) == 1 else np.concatenate(tokens))
+        token_ids = to_device(token_ids, self.model.device)
         hidden = self.model.project(states)
         counts = [turn.rows.count - (turn.num_tokens > 0) for turn in turns]
         count = sum(counts)
@@ -116,7 +119,7 @@ class Proposer:
         return _read_chains(turns, drafted)
 
     def _tensor(self, numbers: Sequence[int] | np.ndarray | range) -> torch.Tensor:
-        return torch.from_numpy(np.asarray(numbers, dtype=np.int32)).to(self.model.device)
+        return to_device(torch.from_numpy(np.asarray(numbers, dtype=np.int32)), self.model.device)
 
 
 def _chain_rows_last(turns: list[Turn]) -> list[tuple[torch.Tensor, npt.NDArray[np.int64]]]:
@@ -146,8 +149,11 @@ def _all_unsure(turns: list[Turn], drafted: list[tuple[torch.Tensor, torch.Tenso
 
 def _read_chains(turns: list[Turn], drafted: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Chain]:
     """Brings the drafted tokens over, once all are drafted, and cuts each chain where its confidence falls too low."""
-    token_rows = [tokens.tolist() for tokens, _ in drafted]
-    probability_rows = [probabilities.tolist() for _, probabilities in drafted]
+    copies = [(to_host(tokens), to_host(probabilities)) for tokens, probabilities in drafted]
+    if drafted:
+        wait(drafted[0][0].device)
+    token_rows = [tokens.tolist() for tokens, _ in copies]
+    probability_rows = [probabilities.tolist() for _, probabilities in copies]
     chains = []
     for index, turn in enumerate(turns):
         chain, confidence = Chain([], []), 1.0

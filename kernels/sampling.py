@@ -20,7 +20,7 @@ from kernels.penalties import TokenHistory, apply_penalties
 from kernels.sampling_params import SamplingParams
 from kernels.top_k import argmax
 
-__all__ = ["NO_TOKEN", "ChainRows", "SamplingParams", "adjusted_logits", "choose_tokens"]
+__all__ = ["NO_TOKEN", "ChainRows", "SamplingParams", "adjusted_logits", "choose", "choose_tokens"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,12 @@ class ChainRows:
 
 
 def choose_tokens(logits: Tensor, chains: Iterable[ChainRows]) -> list[int]:
-    """The token that each row chooses, NO_TOKEN where it has none.
+    """`choose`, as numbers of the host."""
+    return choose(logits, chains).tolist()
+
+
+def choose(logits: Tensor, chains: Iterable[ChainRows]) -> Tensor:
+    """The token that each row chooses, NO_TOKEN where it has none: int64 [R] on the device of the logits.
 
     `logits` is float32 [R, V], the rows of the chains one after the other, and is left as it is. Raises ValueError when
     the rows are not as many, or a chain with penalties has no history.
@@ -67,7 +72,7 @@ def choose_tokens(logits: Tensor, chains: Iterable[ChainRows]) -> list[int]:
     if triton_forms.wanted(logits):
         from kernels.triton_forms import choice
 
-        return choice.choose_tokens(logits, chains)
+        return choice.choose_chains(logits, chains)
     chosen: list[int] = []
     for plain, group in groupby(chains, key=lambda chain: chain.params.greedy and not chain.adjusts):
         if plain:
@@ -79,7 +84,7 @@ def choose_tokens(logits: Tensor, chains: Iterable[ChainRows]) -> list[int]:
             chosen += (
                 _choose_greedily(rows) if chain.params.greedy else sample_rows(rows, chain.params, chain.first_position)
             )
-    return chosen
+    return torch.tensor(chosen, dtype=torch.int64, device=logits.device)
 
 
 def adjusted_logits(logits: Tensor, chain: ChainRows) -> Tensor:

@@ -130,6 +130,11 @@ class Buffers:
         )
         return reference(dtype, shape, place)
 
+    def take_back(self, sequence: Sequence, rows: torch.Tensor | common_pb2.Tensor) -> None:
+        """Rows that were written for the sequence are not sent after all."""
+        if isinstance(rows, common_pb2.Tensor) and (attachment := self._attachment(sequence)):
+            attachment.writer.release([rows.slice.generation])
+
     def abandon(self, sequence: Sequence) -> None:
         """The sequence was freed or re-aimed: what its slices hold may never be read, and is free a little later."""
         if attachment := self._attachment(sequence):

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from kernels.transfer import to_host
 from outrider.v1 import common_pb2
 from target_service.attach import Buffers
 from target_service.commands import Rows
@@ -36,16 +37,26 @@ class RowSender:
     ) -> Rows | None:
         """The rows of positions start to start + count - 1, the first of them at `batch_row` of each tensor of `aux`.
 
-        None where the sequence wants none of them.
+        None where the sequence wants none of them. They are there once the device has been waited for.
         """
         request = sequence.aux
         skipped = max(request.first_position - start, 0)
         if not request.boundaries or skipped >= count:
             return None
         parts = [aux[boundary][batch_row + skipped : batch_row + count] for boundary in request.boundaries]
-        size = sum(part.numel() for part in parts) * parts[0].element_size()
         if (place := self._buffers.write(sequence, parts)) is not None:
-            self._metrics.hidden_state_bytes(request.transport, size)
             return Rows(start + skipped, place)
-        self._metrics.hidden_state_bytes(common_pb2.TRANSPORT_INLINE, size)
-        return Rows(start + skipped, torch.cat(parts, dim=1).cpu())
+        return Rows(start + skipped, to_host(torch.cat(parts, dim=1)))
+
+    def emitted(self, sequence: Sequence, rows: Rows | None, end: int) -> Rows | None:
+        """Of rows that were sent those below position `end`: the others stand beyond what a chain emitted."""
+        if rows is None:
+            return None
+        count = end - rows.first_position
+        if count <= 0:
+            self._buffers.take_back(sequence, rows.tensor)
+            return None
+        rows = rows.first(count)
+        transport = common_pb2.TRANSPORT_INLINE if rows.inline else sequence.aux.transport
+        self._metrics.hidden_state_bytes(transport, rows.num_bytes)
+        return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.transfer import to_device
 from target_service.models import ForwardBatch
 from target_service.scheduler import Work
 from target_service.sequence import Sequence
@@ -19,7 +20,8 @@ class PageTables:
         """Writes the pages that a sequence got since the last step."""
         written, pages = sequence.tabled_pages, sequence.pages
         if len(pages) > written:
-            self.rows[sequence.slot, written : len(pages)] = torch.tensor(pages[written:], dtype=torch.int32)
+            new = to_device(torch.tensor(pages[written:], dtype=torch.int32), self.rows.device)
+            self.rows[sequence.slot, written : len(pages)] = new
             sequence.tabled_pages = len(pages)
 
 
@@ -47,7 +49,7 @@ def build_batch(work: list[Work], tables: PageTables) -> ForwardBatch:
     )
     if chunks:
         columns = _with_chunks(*columns, chunks)
-    ids, at, rows_of = (column.to(tables.rows.device) for column in columns)
+    ids, at, rows_of = (to_device(column, tables.rows.device) for column in columns)
     return ForwardBatch(ids, at, rows_of, tables.rows, num_chain_rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -9,6 +10,7 @@ import torch
 
 from kernels.sampling import SamplingParams
 from outrider.errors import OutriderError
+from outrider.tensors import DTYPES
 from outrider.v1 import common_pb2
 from target_service.logprobs import TokenLogprobs
 from target_service.verification import EndingRules
@@ -126,6 +128,20 @@ class Rows:
     def inline(self) -> bool:
         """Whether the rows themselves will be in the message."""
         return isinstance(self.tensor, torch.Tensor)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the states."""
+        if isinstance(self.tensor, torch.Tensor):
+            return self.tensor.nbytes
+        return math.prod(self.tensor.shape) * DTYPES[self.tensor.dtype].itemsize
+
+    def first(self, count: int) -> Rows:
+        """The first `count` of the rows."""
+        if isinstance(self.tensor, torch.Tensor):
+            return Rows(self.first_position, self.tensor[:count])
+        self.tensor.shape[0] = count
+        return self
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from kernels.sampling import NO_TOKEN
 from outrider.errors import Internal, InvalidArgument, OutriderError
 from outrider.v1 import common_pb2
 from target_service.aux import RowSender
-from target_service.commands import Advanced, Prefilled, Timing
+from target_service.commands import Advanced, Prefilled, Rows, Timing
 from target_service.logprobs import TokenLogprobs, token_logprobs
 from target_service.metrics import TargetMetrics
 from target_service.models import ForwardOutput, Model
@@ -21,6 +23,14 @@ from target_service.verification import verify_chain
 LOGPROB_ROWS = 64
 
 
+@dataclass(frozen=True)
+class Sent:
+    """Hidden states of one sequence that are on their way: of rows of its prompt, and of rows that choose tokens."""
+
+    prompt: Rows | None = None
+    choosing: Rows | None = None
+
+
 class Emitter:
     """Accepts chains, takes emitted tokens into their sequences, and hands the events to the roster."""
 
@@ -30,16 +40,27 @@ class Emitter:
         self._sender = sender
         self._metrics = metrics
 
-    def prefilled(self, work: Work, output: ForwardOutput, row: int, began: float, compute: float) -> None:
-        """A chunk of a prompt whose first row is `row` of the step's."""
+    def send(self, work: list[Work], output: ForwardOutput) -> list[Sent]:
+        """Sends the hidden states of all rows that may be emitted, before it is known which of a chain's will be."""
+        sent, row = [], 0
+        for item in work:
+            # A prompt's rows pair with its tokens; the last row's token is emitted with Advanced, and so is the row.
+            paired = item.count - item.num_choices
+            place = row + paired, item.start + paired
+            prompt = self._sender.send(item.sequence, output.aux, row, item.start, paired)
+            sent.append(Sent(prompt, self._sender.send(item.sequence, output.aux, *place, item.num_choices)))
+            row += item.count
+        return sent
+
+    def prefilled(self, work: Work, rows: Rows | None, hidden: torch.Tensor, began: float, compute: float) -> None:
+        """A chunk of a prompt; `hidden` [count, H] are its rows after the final norm."""
         sequence = work.sequence
         sequence.computed = work.start + work.count
-        # Rows pair with prompt tokens; the last row's token is emitted with Advanced, and so is the row.
-        paired = work.count - work.ends_prompt
-        rows = self._sender.send(sequence, output.aux, row, work.start, paired)
+        paired = work.count - work.num_choices
+        rows = self._sender.emitted(sequence, rows, work.start + paired)
         if rows is not None and rows.inline:
             sequence.unwritten_chunks += 1
-        logprobs = self._prompt_logprobs(sequence, output.hidden[row : row + paired], work.start)
+        logprobs = self._prompt_logprobs(sequence, hidden[:paired], work.start)
         timing = Timing(began - sequence.open.received, compute)
         self._metrics.prompt_tokens(work.count)
         self._roster.put(
@@ -50,14 +71,13 @@ class Emitter:
     def advanced(
         self,
         work: Work,
-        output: ForwardOutput,
-        row: int,
+        rows: Rows | None,
         logits: torch.Tensor,
         choices: list[int],
         began: float,
         compute: float,
     ) -> None:
-        """A chain, or the last row of a prompt: logits and choices are its own, `row` its first row of the step's."""
+        """A chain, or the last row of a prompt, with its own rows, logits and choices."""
         sequence, advance = work.sequence, work.sequence.advance
         chain = advance.draft_token_ids if advance else []
         # Rows that could only choose tokens past the sequence's end were left out, and are never reached.
@@ -70,7 +90,7 @@ class Emitter:
             self._roster.fail(sequence, _no_choice(error, logits))
             return
         emitted, finish = verdict.token_ids, verdict.finish_reason
-        rows = self._sender.send(sequence, output.aux, row, sequence.length - 1, len(emitted))
+        rows = self._sender.emitted(sequence, rows, sequence.length - 1 + len(emitted))
         logprobs: list[TokenLogprobs] = []
         if sequence.open.top_logprobs is not None:
             num_top = [sequence.open.top_logprobs] * len(emitted)

@@ -7,20 +7,21 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.sampling import ChainRows, choose_tokens
+from kernels.transfer import wait
 from outrider.errors import Internal
 from outrider.pages import PageAllocator
 from target_service.attach import Buffers
-from target_service.aux import RowSender, wanted_boundaries
-from target_service.batch import PageTables, build_batch
+from target_service.aux import RowSender
+from target_service.batch import PageTables
 from target_service.commands import Command, Stats
-from target_service.emission import Emitter
+from target_service.computation import Computation, Results
+from target_service.emission import Emitter, Sent
 from target_service.limits import Limits
 from target_service.metrics import TargetMetrics
-from target_service.models import ForwardOutput, Model
+from target_service.models import Model
 from target_service.pace import Pace
 from target_service.roster import Roster
-from target_service.scheduler import Plan, Scheduler, Work
+from target_service.scheduler import Plan, Scheduler
 
 
 class TargetEngine:
@@ -36,11 +37,12 @@ class TargetEngine:
         deliver: Callable[..., None],
     ) -> None:
         self._model = model
-        self._cache = model.new_kv_cache(num_pages)
-        self.pages = PageAllocator(num_pages, self._cache.page_size)
+        cache = model.new_kv_cache(num_pages)
+        self._device = cache.layers[0].keys.device
+        self.pages = PageAllocator(num_pages, cache.page_size)
         self.scheduler = Scheduler(limits, self.pages)
         longest = self.pages.pages_for(limits.max_sequence_length + limits.max_draft_tokens)
-        self._tables = PageTables(limits.max_sequences, longest, self._cache.layers[0].keys.device)
+        self._computation = Computation(model, cache, PageTables(limits.max_sequences, longest, self._device))
         self.roster = Roster(self.scheduler, buffers, metrics, deliver)
         self._emitter = Emitter(model, self.roster, RowSender(buffers, metrics), metrics)
         self._pace = Pace(self.scheduler)
@@ -73,10 +75,11 @@ class TargetEngine:
         self._plan = plan = self._schedule(began)
         if plan.work:
             self._aim(plan)
-            output = self._forward(plan)
-            logits, choices = self._choose(plan, output)
+            results = self._computation.run(plan.work)
+            sent = self._emitter.send(plan.work, results.output)
+            wait(self._device)
             self._measure(plan, began)
-            self._emit(plan, output, logits, choices, began)
+            self._emit(plan, results, sent, began)
         self.roster.flush(self._stats)
 
     def on_failure(self, error: Exception) -> None:
@@ -105,54 +108,21 @@ class TargetEngine:
                 self.buffers.abandon(sequence)
                 sequence.aux = advance.aux
 
-    def _forward(self, plan: Plan) -> ForwardOutput:
-        batch = build_batch(plan.work, self._tables)
-        return self._model.forward(batch, self._cache, wanted_boundaries(plan.work))
-
-    def _choose(self, plan: Plan, output: ForwardOutput) -> tuple[torch.Tensor, list[int]]:
-        """Logits [R, V] of the rows that choose a token, in the order of the plan, and the tokens they choose."""
-        rows = _choosing_rows(plan)
-        hidden = output.hidden if len(rows) == len(output.hidden) else output.hidden[rows]
-        logits = self._model.logits(hidden)
-        return logits, choose_tokens(logits, [_chain(work) for work in plan.work if work.num_choices])
-
     def _measure(self, plan: Plan, began: float) -> None:
         compute = time.monotonic() - began
         self._pace.stepped(compute)
         self._stats = Stats(len(plan.work), plan.num_rows, compute, plan.queue_depth, self.pages.usage)
         self._metrics.stepped(self._stats)
 
-    def _emit(self, plan: Plan, output: ForwardOutput, logits: torch.Tensor, choices: list[int], began: float) -> None:
+    def _emit(self, plan: Plan, results: Results, sent: list[Sent], began: float) -> None:
         row = chosen = 0
-        compute = self._stats.compute
-        for work in plan.work:
+        choices, compute = results.choices.tolist(), self._stats.compute
+        for work, rows in zip(plan.work, sent, strict=True):
             if not work.verifies:
-                self._emitter.prefilled(work, output, row, began, compute)
+                hidden = results.output.hidden[row : row + work.count]
+                self._emitter.prefilled(work, rows.prompt, hidden, began, compute)
             if count := work.num_choices:
-                own, first = slice(chosen, chosen + count), row + work.count - count
-                self._emitter.advanced(work, output, first, logits[own], choices[own], began, compute)
+                own = slice(chosen, chosen + count)
+                self._emitter.advanced(work, rows.choosing, results.logits[own], choices[own], began, compute)
                 chosen += count
             row += work.count
-
-
-def _choosing_rows(plan: Plan) -> list[int]:
-    """Rows of the step that choose a token: all of a chain's, the last of a prompt."""
-    rows: list[int] = []
-    end = 0
-    for work in plan.work:
-        end += work.count
-        rows += range(end - work.num_choices, end)
-    return rows
-
-
-def _chain(work: Work) -> ChainRows:
-    sequence = work.sequence
-    draft_token_ids = sequence.advance.draft_token_ids[: work.count - 1] if sequence.advance is not None else ()
-    return ChainRows(
-        sequence.open.sampling,
-        first_position=sequence.length,
-        draft_token_ids=draft_token_ids,
-        history=sequence.history,
-        masked_token_ids=sequence.masked_token_ids,
-        num_masked_rows=sequence.open.ending.min_new_tokens - sequence.num_generated,
-    )

@@ -1,4 +1,4 @@
-"""`kernels.sampling.choose_tokens` on the device: parameters become tensors, and one small copy comes back."""
+"""`kernels.sampling.choose` on the device: parameters become tensors."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from collections.abc import Sequence
 import torch
 
 from kernels.sampling import ChainRows
+from kernels.transfer import to_device
 from kernels.triton_forms.processing import adjust, entries_of
 from kernels.triton_forms.sampling import RowParams, choose
 
 
-def choose_tokens(logits: torch.Tensor, chains: Sequence[ChainRows]) -> list[int]:
-    """The Triton form of `kernels.sampling.choose_tokens`."""
+def choose_chains(logits: torch.Tensor, chains: Sequence[ChainRows]) -> torch.Tensor:
+    """The Triton form of `kernels.sampling.choose`."""
     if any(chain.adjusts for chain in chains):
         logits = logits.clone()
         adjust(logits, entries_of(chains, logits.device))
-    return choose(logits, row_params(chains, logits.shape[1], logits.device)).tolist()
+    return choose(logits, row_params(chains, logits.shape[1], logits.device))
 
 
 def row_params(chains: Sequence[ChainRows], vocabulary: int, device: torch.device) -> RowParams:
@@ -26,7 +27,7 @@ def row_params(chains: Sequence[ChainRows], vocabulary: int, device: torch.devic
     params = [row for row, _ in rows]
 
     def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+        return to_device(torch.tensor(values, dtype=dtype), device)
 
     return RowParams(
         temperature=column([p.temperature for p in params], torch.float32),

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels.sampling import ChainRows
+from kernels.transfer import to_device
 
 _BLOCK = 256
 
@@ -55,8 +56,8 @@ def entries_of(chains: Sequence[ChainRows], device: torch.device) -> Entries:
         row = torch.arange(first, first + rows).repeat_interleave(len(tokens))
         columns.append((row, tokens.repeat(rows), count.flatten(), was_seen.flatten(), bias.flatten()))
     joined = [torch.cat(column) for column in zip(*columns, strict=True)] or [torch.zeros(0)] * 5
-    row, token, count, was_seen, bias = (column.to(device) for column in joined)
-    table = torch.tensor(penalties, dtype=torch.float32, device=device).view(-1, 3)
+    row, token, count, was_seen, bias = (to_device(column, device) for column in joined)
+    table = to_device(torch.tensor(penalties, dtype=torch.float32).view(-1, 3), device)
     return Entries(row.int(), token.int(), count.int(), was_seen.int(), bias, table)
 
 
