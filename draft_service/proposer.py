@@ -62,13 +62,19 @@ class Proposer:
 
     @torch.inference_mode()
     def step(self, turns: Sequence[Turn]) -> list[Chain]:
-        """Takes the rows of all turns in and returns a chain for each, empty where none is wanted."""
+        """Takes the rows of all turns in and returns a chain for each, empty where none is wanted.
+
+        Waits for the device once, at the end: from then on the rows' states may be overwritten.
+        """
         order = sorted(range(len(turns)), key=lambda index: -turns[index].num_tokens)
         longest_first = [turns[index] for index in order]
         tables = self.cache.tables([turn.sequence for turn in longest_first])
         starts = self._tensor([turn.sequence.start for turn in longest_first])
         hidden, token_ids = self._take_in(longest_first, tables, starts)
-        chains = self._draft(longest_first, hidden, token_ids, tables, starts)
+        drafted = self._draft(longest_first, hidden, token_ids, tables, starts)
+        drafted = [(to_host(tokens), to_host(probabilities)) for tokens, probabilities in drafted]
+        wait(self.model.device)
+        chains = _read_chains(longest_first, drafted)
         return [chain for _, chain in sorted(zip(order, chains, strict=True), key=lambda pair: pair[0])]
 
     def _take_in(
@@ -99,8 +105,8 @@ class Proposer:
         token_ids: torch.Tensor,
         tables: torch.Tensor,
         starts: torch.Tensor,
-    ) -> list[Chain]:
-        """Drafts one token a step for the turns, longest chain first. Nothing waits for the device in between."""
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Drafts one token a step for the turns, longest chain first: tokens and their probabilities, [count]."""
         samplings = [turn.sequence.sampling for turn in turns]
         ends = [turn.sequence.end for turn in turns]
         sequences, positions = self._tensor(range(len(turns))), self._tensor(ends) - 1
@@ -116,7 +122,7 @@ class Proposer:
             chosen, probabilities = self.chooser.choose(logits, samplings[:count], places)
             token_ids = self.model.target_ids[chosen]
             drafted.append((token_ids, probabilities))
-        return _read_chains(turns, drafted)
+        return drafted
 
     def _tensor(self, numbers: Sequence[int] | np.ndarray | range) -> torch.Tensor:
         return to_device(torch.from_numpy(np.asarray(numbers, dtype=np.int32)), self.model.device)
@@ -148,12 +154,9 @@ def _all_unsure(turns: list[Turn], drafted: list[tuple[torch.Tensor, torch.Tenso
 
 
 def _read_chains(turns: list[Turn], drafted: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Chain]:
-    """Brings the drafted tokens over, once all are drafted, and cuts each chain where its confidence falls too low."""
-    copies = [(to_host(tokens), to_host(probabilities)) for tokens, probabilities in drafted]
-    if drafted:
-        wait(drafted[0][0].device)
-    token_rows = [tokens.tolist() for tokens, _ in copies]
-    probability_rows = [probabilities.tolist() for _, probabilities in copies]
+    """The drafted tokens by sequence, each chain cut where its confidence falls too low."""
+    token_rows = [tokens.tolist() for tokens, _ in drafted]
+    probability_rows = [probabilities.tolist() for _, probabilities in drafted]
     chains = []
     for index, turn in enumerate(turns):
         chain, confidence = Chain([], []), 1.0
