@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,8 +22,9 @@ if TYPE_CHECKING:
 class Experts:
     """The layer's weights: router [E, H]; for each expert gate_up [2 I, H] (rows interleaved) and down [H, I].
 
-    alpha, limit and offset are clamped_swiglu's; plain SwiGLU has alpha 1, no limit, and offset 0. `normalize`: the
-    chosen experts' shares add up to 1; else they are those of a softmax over all experts.
+    packed: both of all experts as the Triton form takes them; the two lists may then be empty. alpha, limit and offset
+    are clamped_swiglu's; plain SwiGLU has alpha 1, no limit, and offset 0. `normalize`: the chosen experts' shares add
+    up to 1; else they are those of a softmax over all experts.
     """
 
     router: PackedWeight
@@ -35,15 +35,7 @@ class Experts:
     limit: float
     offset: float = 1.0
     normalize: bool = True
-
-    @cached_property
-    def packed(self) -> tuple[PackedExperts, PackedExperts] | None:
-        """gate_up and down as the Triton form takes them, laid out at first use; None where it does not."""
-        from kernels.triton_forms.mxfp4 import can_pack, pack_weights
-
-        if not (can_pack(self.gate_up) and can_pack(self.down)):
-            return None
-        return pack_weights(self.gate_up), pack_weights(self.down)
+    packed: tuple[PackedExperts, PackedExperts] | None = None
 
 
 def route(x: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,7 +68,7 @@ def _route_triton(x: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torc
 def moe(x: torch.Tensor, experts: Experts) -> torch.Tensor:
     """Returns the mixture's output [T, H] for x[T, H]; experts' results are added in the order of their rank."""
     ids, shares = route(x, experts)
-    if triton_forms.wanted(x) and experts.packed is not None:
+    if experts.packed is not None:
         from kernels.triton_forms import experts as form
         from kernels.triton_forms.parts import sum_parts
 

@@ -50,10 +50,6 @@ class Mxfp4Weight:
             address = None if self.bias is None else self.bias.data_ptr()
             self.native = structs.Linear(self.packed.data_ptr(), address, *self.shape, structs.MXFP4)
 
-    def release(self) -> None:
-        """Gives the tensors back, once another form has been made of them; from then on this one cannot be used."""
-        self.blocks = self.scales = torch.empty(0, dtype=torch.uint8)
-
     @property
     def num_bytes(self) -> int:
         """Memory that blocks and scales take."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -252,8 +253,9 @@ def _gpt_oss_layer(config: dict[str, Any], random: _Random, prefix: str, mxfp4: 
         tensors[f"{stem}_bias"] = random.vector(experts, outputs)
         if mxfp4:
             tensors[f"{stem}_blocks"] = random.bytes(0, 256, experts, outputs, inputs // 32, 16)
-            # Exponents around 2**-4: values of magnitude near 1 / sqrt(inputs).
-            tensors[f"{stem}_scales"] = random.bytes(121, 125, experts, outputs, inputs // 32)
+            # Around 2**-4 for small widths: values of magnitude near 1 / sqrt(inputs).
+            low = 124 - round(math.log2(inputs) / 2)
+            tensors[f"{stem}_scales"] = random.bytes(low, low + 4, experts, outputs, inputs // 32)
         else:
             tensors[stem] = random.matrix(experts, outputs, inputs).transpose(1, 2).contiguous()
     return tensors

@@ -27,8 +27,8 @@ def layer_cases(data: Data) -> Iterator[Case]:
     s = data.sizes
     halves = [random_experts(data, 2 * s.intermediate, s.hidden), random_experts(data, s.hidden, s.intermediate)]
     router = pack_weight(data.normal(s.experts, s.hidden, scale=s.hidden**-0.5), data.normal(s.experts))
-    experts = Experts(router, [], [], s.top_k, 1.702, 7.0)
-    experts.__dict__["packed"] = tuple(pack_experts(*half) for half in halves)
+    gate_up, down = (pack_experts(*half) for half in halves)
+    experts = Experts(router, [], [], s.top_k, 1.702, 7.0, packed=(gate_up, down))
     feed_forward = MoeBlock(data.normal(s.hidden), _EPS, experts)
     next_norm, x = data.normal(s.hidden), data.normal(8, s.hidden)
     positions = (s.context + torch.arange(8, device=data.device)).int()

@@ -14,16 +14,12 @@ ahead: for blocks 2 i and 2 i + 1 of the low half, then the same of the high hal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-
-from kernels.mxfp4 import BLOCK, Mxfp4Weight
 
 LARGEST_SCALE = 128  # with 2**126 above it, a scale must be a bfloat16 itself
 
@@ -71,35 +67,20 @@ class PackedExperts:
         return self.values.nbytes + self.scales.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-def can_pack(weights: Sequence[object]) -> TypeGuard[Sequence[Mxfp4Weight]]:
-    """Whether the Triton form takes these experts: MXFP4, with an even number of blocks a row."""
-    return bool(weights) and all(
-        isinstance(weight, Mxfp4Weight) and weight.shape[1] % (2 * BLOCK) == 0 for weight in weights
-    )
-
-
 def pack_experts(blocks: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> PackedExperts:
     """Lays out published tensors: blocks uint8 [E, N, G, 16], scales uint8 [E, N, G], bias [E, N].
 
+    One expert at a time: beside the tensors given and the result, memory holds the intermediate results of one expert.
     Raises ValueError for an odd number of blocks in a row, and for scales above 2.
     """
     if blocks.shape[-2] % 2:
         raise ValueError(f"MXFP4 experts: expected an even number of blocks in a row, found {blocks.shape[-2]}")
     if int(scales.max()) > LARGEST_SCALE:
         raise ValueError(f"MXFP4 experts: expected scales up to {LARGEST_SCALE}, found {int(scales.max())}")
-    values = torch.stack([_pack(expert) for expert in blocks])
+    values = blocks.new_empty(*blocks.shape[:2], blocks.shape[2] * blocks.shape[3])
+    for packed, expert in zip(values, blocks, strict=True):
+        packed.copy_(_pack(expert))
     return PackedExperts(values, _pack_scales(scales), bias)
-
-
-def pack_weights(weights: Sequence[Mxfp4Weight]) -> PackedExperts:
-    """Lays out experts that were loaded one by one. On a device it takes their tensors from them, for want of room."""
-    biases = [weight.bias for weight in weights if weight.bias is not None]
-    blocks = torch.stack([weight.blocks for weight in weights])
-    scales = torch.stack([weight.scales for weight in weights])
-    if blocks.is_cuda:
-        for weight in weights:
-            weight.release()
-    return pack_experts(blocks, scales, torch.stack(biases) if biases else None)
 
 
 def _pack(blocks: torch.Tensor) -> torch.Tensor:

@@ -51,13 +51,13 @@ class Model:
 
     @property
     def embed_weight(self) -> torch.Tensor:
-        """The token embedding [V, H] as the checkpoint stores it."""
-        return self._checkpoint.load(EMBEDDING)
+        """The token embedding [V, H] as the checkpoint stores it, in main memory."""
+        return self._checkpoint.load(EMBEDDING).cpu()
 
     @property
     def head_weight(self) -> torch.Tensor:
         """The output head [V, H] as the checkpoint stores it; the embedding where the two are tied."""
-        return self._checkpoint.load(EMBEDDING if self.config.tie_word_embeddings else HEAD)
+        return self._checkpoint.load(EMBEDDING if self.config.tie_word_embeddings else HEAD).cpu()
 
     @property
     def kv_bytes_per_token(self) -> int:

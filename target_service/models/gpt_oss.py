@@ -35,7 +35,7 @@ _DEFAULT_CONTEXT = 4096
 
 def build_gpt_oss(checkpoint: Checkpoint, config: ModelConfig, device: torch.device) -> Model:
     """Checks the tensors and loads them."""
-    check_tensors(checkpoint, _expected_tensors(checkpoint, config))
+    check_tensors(checkpoint, expected_tensors(checkpoint, config))
     weights = Weights(checkpoint, device, config.dtype)
     rotary = rotary_table(weights, config, _rope_config(checkpoint))
     # By default every other layer slides, the first too.
@@ -50,13 +50,17 @@ def build_gpt_oss(checkpoint: Checkpoint, config: ModelConfig, device: torch.dev
 def _layer(weights: Weights, config: ModelConfig, rotary: RotaryTable, prefix: str, window: int | None) -> DecoderLayer:
     sinks = weights.raw(f"{prefix}self_attn.sinks").float()
     checkpoint = weights.checkpoint
+    stems = f"{prefix}mlp.experts.gate_up_proj", f"{prefix}mlp.experts.down_proj"
+    packed = weights.packed_experts(*stems)
+    gate_up, down = ([], []) if packed else (weights.experts(stem) for stem in stems)
     experts = Experts(
         router=weights.linear(f"{prefix}mlp.router"),
-        gate_up=weights.experts(f"{prefix}mlp.experts.gate_up_proj"),
-        down=weights.experts(f"{prefix}mlp.experts.down_proj"),
+        gate_up=gate_up,
+        down=down,
         top_k=_top_k(checkpoint),
         alpha=float(checkpoint.config.get("swiglu_alpha", 1.702)),
         limit=float(checkpoint.config.get("swiglu_limit", 7.0)),
+        packed=packed,
     )
     feed_forward = MoeBlock(weights(f"{prefix}post_attention_layernorm.weight"), config.rms_norm_eps, experts)
     return DecoderLayer(attention(weights, config, rotary, prefix, window, sinks), feed_forward)
@@ -79,7 +83,8 @@ def _rope_config(checkpoint: Checkpoint) -> dict[str, object]:
     }
 
 
-def _expected_tensors(checkpoint: Checkpoint, config: ModelConfig) -> Shapes:
+def expected_tensors(checkpoint: Checkpoint, config: ModelConfig) -> Shapes:
+    """Names and shapes of all tensors that config.json asks for."""
     shapes = expected_outside_layers(checkpoint, config)
     experts = positive(checkpoint, "num_local_experts", checkpoint.config.get("num_experts"))
     if _top_k(checkpoint) > experts:

@@ -9,12 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
+from kernels import triton_forms
 from kernels.linear import PackedWeight, pack_weight
 from kernels.mxfp4 import Mxfp4Weight
 from outrider.checkpoint import Checkpoint, CheckpointError, TensorInfo
+
+if TYPE_CHECKING:
+    from kernels.triton_forms.mxfp4 import PackedExperts
 
 # Buffers that old exporters wrote beside the weights; they follow from config.json.
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -112,6 +117,17 @@ class Weights:
             for name in names:
                 self.checkpoint.release(name)
 
+    def packed_experts(self, gate_up: str, down: str) -> tuple[PackedExperts, PackedExperts] | None:
+        """Lays gpt-oss's experts out for the Triton form; None where that form does not serve, or does not take them.
+
+        It takes MXFP4 with an even number of blocks in a row. Memory peaks at what is loaded and one tensor.
+        """
+        blocks = [self.checkpoint.tensors.get(f"{stem}{_BLOCKS}") for stem in (gate_up, down)]
+        wanted = triton_forms.wanted(torch.empty(0, device=self.device))
+        if not wanted or not all(info is not None and info.shape[2] % 2 == 0 for info in blocks):
+            return None
+        return self._pack(gate_up), self._pack(down)
+
     def stacked(self, name: str, *, interleave: bool = False) -> list[PackedWeight]:
         """Packs each expert of `name` [E, outputs, inputs]; `interleave`: the rows of its two halves in turn."""
         with self._passing(name) as stored:
@@ -127,6 +143,20 @@ class Weights:
             yield self(name)
         finally:
             self.checkpoint.release(name)
+
+    def _pack(self, stem: str) -> PackedExperts:
+        """All experts of `stem`, for the Triton form."""
+        from kernels.triton_forms.mxfp4 import pack_experts
+
+        bias = self(f"{stem}_bias")
+        blocks, scales = f"{stem}{_BLOCKS}", f"{stem}{_SCALES}"
+        try:
+            return pack_experts(self.raw(blocks), self.raw(scales), bias)
+        except ValueError as error:
+            raise CheckpointError(f"{self.checkpoint.directory}: {scales}: {error}") from None
+        finally:
+            self.checkpoint.release(blocks)
+            self.checkpoint.release(scales)
 
     def _empty(self, outputs: int, inputs: int) -> torch.Tensor:
         return torch.empty(outputs, inputs, dtype=self.dtype, device=self.device)

@@ -5,9 +5,11 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kernels import native
 from kernels.triton_forms import layer
+from outrider.checkpoint import CheckpointError
 from target_service.models import ForwardBatch, load_model
 from tests.kernels.triton_forms.conftest import INTERPRETED
 from tests.models import write_tiny_gpt_oss, write_tiny_llama
@@ -30,8 +32,9 @@ PROMPT, CHAIN = 14, 3
 
 
 @cache
-def load(family):
-    return load_model(WRITERS[family](mkdtemp()), "cpu" if INTERPRETED else "cuda", torch.float32)
+def load(family, form="triton"):
+    with native.form(form):
+        return load_model(WRITERS[family](mkdtemp()), "cpu" if INTERPRETED else "cuda", torch.float32)
 
 
 class Sequence:
@@ -59,8 +62,8 @@ class Sequence:
 
 @pytest.mark.parametrize("family", WRITERS)
 def test_prompt_and_chain(monkeypatch, family):
-    with native.form("torch"):  # first: on a device the Triton form takes the experts' tensors
-        expected = Sequence(load(family)).run((0, PROMPT + CHAIN), chain_rows=None)
+    with native.form("torch"):
+        expected = Sequence(load(family, "torch")).run((0, PROMPT + CHAIN), chain_rows=None)
     sequence = Sequence(load(family))
     layers = []
     monkeypatch.setattr(layer, "decoder_layer", lambda *a, form=layer.decoder_layer: layers.append(a) or form(*a))
@@ -70,6 +73,38 @@ def test_prompt_and_chain(monkeypatch, family):
     assert torch.equal(torch.stack(alone), chain[[0, -1]])
     assert len(layers) == 3 * SMALL["num_hidden_layers"]
     torch.testing.assert_close(torch.cat((prompt, chain)), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_experts_are_laid_out_as_they_are_loaded():
+    """Published blocks and scales go straight into the layout that the kernels read, and nothing else is kept."""
+    layers = load("gpt-oss")._layers
+    experts = [layer.feed_forward.experts for layer in layers]
+    assert all(not (one.gate_up or one.down) and one.packed[0].shape == (4, 128, 64) for one in experts)
+
+
+def test_experts_that_the_form_does_not_take(tmp_path):
+    """An odd number of blocks in a row: the PyTorch form computes them, with the logits that it has alone."""
+    path = write_tiny_gpt_oss(
+        tmp_path, dtype=torch.float32, tokenizer=False, **SMALL | {"intermediate_size": 96}, **EXPERTS
+    )
+    device = "cpu" if INTERPRETED else "cuda"
+    found, expected = [], []
+    for form, rows in (("triton", found), ("torch", expected)):
+        with native.form(form):
+            model = load_model(path, device, torch.float32)
+            rows.append(Sequence(model).run((0, 4), chain_rows=0))
+            assert model._layers[0].feed_forward.experts.packed is None
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_scale_that_the_form_does_not_take_is_named(tmp_path):
+    write_tiny_gpt_oss(tmp_path, tokenizer=False, **SMALL, **EXPERTS)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    tensors[name][3, 5, 0] = 129
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{name}: .*expected scales up to 128, found 129"):
+        load_model(tmp_path, "cpu" if INTERPRETED else "cuda", torch.float32)
 
 
 def test_a_chain_beside_a_prompt_keeps_its_bits():
