@@ -1,0 +1,32 @@
+"""Small tensors on their way to a device and back, without the host waiting for them: through pinned memory.
+
+PyTorch keeps a pinned block until its copy is done, so that nothing here has to be kept alive. On a CPU tensors stay
+what they are.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The CPU tensor on `device`; work that is queued there from now on finds it."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in main memory, to be read after the next `wait`."""
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def wait(device: torch.device) -> None:
+    """Waits until the device has done all that was queued on this thread's stream."""
+    if device.type == "cuda":
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(device))
+        done.synchronize()
