@@ -1,0 +1,68 @@
+"""What a step computes: the model's rows, the logits of those that choose a token, and their choices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.kv_cache import KVCache
+from kernels.sampling import ChainRows, choose
+from kernels.transfer import to_device, to_host
+from target_service.aux import wanted_boundaries
+from target_service.batch import PageTables, build_batch
+from target_service.models import ForwardOutput, Model
+from target_service.scheduler import Work
+
+
+@dataclass(frozen=True)
+class Results:
+    """logits: float32 [R, V] of the rows that choose a token, in the order of the plan. choices: int64 [R], in main
+    memory, to be read once the device has been waited for."""
+
+    output: ForwardOutput
+    logits: torch.Tensor
+    choices: torch.Tensor
+
+
+class Computation:
+    """Runs the rows of steps. Nothing in it waits for the device."""
+
+    def __init__(self, model: Model, cache: KVCache, tables: PageTables) -> None:
+        self._model = model
+        self._cache = cache
+        self._tables = tables
+
+    def run(self, work: list[Work]) -> Results:
+        """Any mixture of chains and chunks of prompts, chains first."""
+        output = self._model.forward(build_batch(work, self._tables), self._cache, wanted_boundaries(work))
+        rows, hidden = _choosing_rows(work), output.hidden
+        if len(rows) < len(hidden):
+            hidden = hidden[to_device(torch.tensor(rows, dtype=torch.int64), hidden.device)]
+        logits = self._model.logits(hidden)
+        choices = choose(logits, [chain_rows(item) for item in work if item.num_choices])
+        return Results(output, logits, to_host(choices))
+
+
+def _choosing_rows(work: list[Work]) -> list[int]:
+    """Rows of the step that choose a token: all of a chain's, the last of a prompt."""
+    rows: list[int] = []
+    end = 0
+    for item in work:
+        end += item.count
+        rows += range(end - item.num_choices, end)
+    return rows
+
+
+def chain_rows(work: Work) -> ChainRows:
+    """How the rows of a sequence that choose a token do so."""
+    sequence = work.sequence
+    draft_token_ids = sequence.advance.draft_token_ids[: work.count - 1] if sequence.advance is not None else ()
+    return ChainRows(
+        sequence.open.sampling,
+        first_position=sequence.length,
+        draft_token_ids=draft_token_ids,
+        history=sequence.history,
+        masked_token_ids=sequence.masked_token_ids,
+        num_masked_rows=sequence.open.ending.min_new_tokens - sequence.num_generated,
+    )
