@@ -7,7 +7,10 @@ one for it. `tiny-gpt-oss` is the same in small, for CPUs. No tensors here: the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
 
 
 @dataclass(frozen=True)
@@ -26,9 +29,18 @@ def synthetic_model(name: str) -> SyntheticModel:
     return SYNTHETIC_MODELS[name]
 
 
-def synthetic_name(name: str) -> str:
-    """What a synthetic target or draft is called: nobody shall take it for the model whose shapes it has."""
-    return f"synthetic-{name}"
+def model_name(model: Path | None, synthetic: str) -> str:
+    """What a target or draft is called that --model or --synthetic says. Raises ValueError unless one of them does.
+
+    Nobody shall take a synthetic one for the model whose shapes it has.
+    """
+    if model is not None and synthetic:
+        raise ValueError("--model: expected either this or --synthetic, found both")
+    if model is not None:
+        return model.resolve().name
+    if not synthetic:
+        raise ValueError("--model: expected this or --synthetic, found neither")
+    return f"synthetic-{synthetic_model(synthetic).name}"
 
 
 _TABLE = {"hidden_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64}
@@ -122,3 +134,10 @@ SYNTHETIC_MODELS = {
         ),
     )
 }
+
+Synthetic = Annotated[
+    str,
+    typer.Option(
+        help=f"Random weights instead of --model, for benchmarks: {', '.join(SYNTHETIC_MODELS)}.", show_default=False
+    ),
+]

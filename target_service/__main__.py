@@ -14,7 +14,8 @@ import typer
 from outrider import event_loop
 from outrider.security import ServerSecurity
 from outrider.server import ServiceFrame, configure_logging
-from outrider.settings import ConfigFile, Listen, LogLevel, MetricsListen, run_command, with_options
+from outrider.settings import ConfigFile, Listen, LogLevel, MetricsListen, run_command, usage_error, with_options
+from outrider.synthetic_models import Synthetic, model_name
 from outrider.v1 import target_pb2_grpc
 from target_service.commands import Drain, Expel
 from target_service.loading import Loaded, in_daemon_thread, load_target
@@ -32,7 +33,17 @@ EXPEL_BEFORE = 5.0
 def main(
     *,
     security: ServerSecurity,
-    model: Annotated[Path, typer.Option(help="Checkpoint directory: config.json and safetensors.")],
+    model: Annotated[
+        Path | None, typer.Option(help="Checkpoint directory: config.json and safetensors.", show_default=False)
+    ] = None,
+    synthetic: Synthetic = "",
+    synthetic_acceptance: Annotated[
+        float | None,
+        typer.Option(
+            help="With --synthetic: accept by a script with this mean acceptance length, whatever the tokens are.",
+            show_default=False,
+        ),
+    ] = None,
     listen: Listen = "127.0.0.1:7101",
     metrics_listen: MetricsListen = "127.0.0.1:9101",
     name: Annotated[str, typer.Option(help="Name that clients ask for; by default the directory's.")] = "",
@@ -51,10 +62,16 @@ def main(
     log_level: LogLevel = "info",
 ) -> None:
     """Serve a target model: verify token chains, emit hidden states for drafts."""
+    try:
+        known_name = model_name(model, synthetic)
+    except ValueError as error:
+        raise usage_error(str(error)) from None
     configure_logging(log_level, "target")
     settings = Settings(
         model=model,
-        name=name or model.resolve().name,
+        name=name or known_name,
+        synthetic=synthetic,
+        synthetic_acceptance=synthetic_acceptance,
         device=device,
         dtype=dtype,
         kv_cache=kv_cache,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.sampling import NO_TOKEN
+from kernels.scripted_acceptance import Script
 from outrider.errors import Internal, InvalidArgument, OutriderError
 from outrider.v1 import common_pb2
 from target_service.aux import RowSender
@@ -34,11 +35,15 @@ class Sent:
 class Emitter:
     """Accepts chains, takes emitted tokens into their sequences, and hands the events to the roster."""
 
-    def __init__(self, model: Model, roster: Roster, sender: RowSender, metrics: TargetMetrics) -> None:
+    def __init__(
+        self, model: Model, roster: Roster, sender: RowSender, metrics: TargetMetrics, script: Script | None = None
+    ) -> None:
+        """`script`: how much of a chain is accepted, whatever its tokens are."""
         self._model = model
         self._roster = roster
         self._sender = sender
         self._metrics = metrics
+        self._script = script
 
     def send(self, work: list[Work], output: ForwardOutput) -> list[Sent]:
         """Sends the hidden states of all rows that may be emitted, before it is known which of a chain's will be."""
@@ -82,6 +87,9 @@ class Emitter:
         chain = advance.draft_token_ids if advance else []
         # Rows that could only choose tokens past the sequence's end were left out, and are never reached.
         choices = choices + [NO_TOKEN] * (len(chain) + 1 - len(choices))
+        if self._script is not None:
+            seed = sequence.open.sampling.seed
+            chain, choices = self._script.rewrite(chain, choices, seed, sequence.length)
         try:
             verdict = verify_chain(
                 chain, choices, sequence.open.ending, num_generated=sequence.num_generated, length=sequence.length

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from kernels.scripted_acceptance import Script
 from kernels.transfer import wait
 from outrider.errors import Internal
 from outrider.pages import PageAllocator
@@ -35,6 +36,7 @@ class TargetEngine:
         buffers: Buffers,
         metrics: TargetMetrics,
         deliver: Callable[..., None],
+        script: Script | None = None,
     ) -> None:
         self._model = model
         cache = model.new_kv_cache(num_pages)
@@ -44,7 +46,7 @@ class TargetEngine:
         longest = self.pages.pages_for(limits.max_sequence_length + limits.max_draft_tokens)
         self._computation = Computation(model, cache, PageTables(limits.max_sequences, longest, self._device))
         self.roster = Roster(self.scheduler, buffers, metrics, deliver)
-        self._emitter = Emitter(model, self.roster, RowSender(buffers, metrics), metrics)
+        self._emitter = Emitter(model, self.roster, RowSender(buffers, metrics), metrics, script)
         self._pace = Pace(self.scheduler)
         self.buffers = buffers
         self._metrics = metrics

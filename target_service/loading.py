@@ -9,7 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
+
 from kernels.kv_cache import KVCache
+from outrider.checkpoint import Checkpoint
 from outrider.engine_thread import EngineThread
 from outrider.settings import parse_bytes
 from outrider.v1 import target_pb2
@@ -18,7 +21,8 @@ from target_service.commands import Command
 from target_service.engine import TargetEngine
 from target_service.limits import Limits
 from target_service.metrics import TargetMetrics
-from target_service.models import Model, load_model
+from target_service.models import Model, build_model
+from target_service.models.synthetic import synthetic_checkpoint
 from target_service.service import Target
 from target_service.settings import Settings, check_sizes, choose_device, size_cache
 from target_service.shared_weights import SharedWeights
@@ -43,13 +47,14 @@ def load_target(settings: Settings, instance_id: str, metrics: TargetMetrics, de
     """Loads the model and allocates its cache. Raises ValueError for a checkpoint or flag that does not fit."""
     device = choose_device(settings.device)
     check_sizes(settings, device)  # now: a large model takes minutes to load
-    tokenizer = TokenizerFiles.read(settings.model)
-    model = load_model(settings.model, device, settings.dtype)
+    script = settings.script
+    checkpoint, tokenizer = _open(settings, device)
+    model = build_model(checkpoint, device, settings.dtype)
     weights = SharedWeights(model)
     limits, num_pages = size_cache(settings, model, KVCache.page_size, device)
     buffers = _buffers(settings, instance_id)
     metrics.watch_buffers(lambda: buffers.num_attached, lambda: buffers.num_unreleased)
-    engine = TargetEngine(model, limits, num_pages, buffers, metrics, deliver)
+    engine = TargetEngine(model, limits, num_pages, buffers, metrics, deliver, script)
     thread: EngineThread[Command] = EngineThread(engine, "engine")
     info = _info(settings, instance_id, model, limits, num_pages * KVCache.page_size)
     info.transports.extend(buffers.transports)
@@ -65,6 +70,14 @@ def load_target(settings: Settings, instance_id: str, metrics: TargetMetrics, de
     )
     reader = CommandReader(limits, model.config.eos_token_ids)
     return Loaded(engine, thread, Target(info, reader, thread.submit, weights, tokenizer, buffers))
+
+
+def _open(settings: Settings, device: torch.device) -> tuple[Checkpoint, TokenizerFiles]:
+    """The checkpoint, and its tokenizer; a synthetic one has none."""
+    if settings.model is None:
+        log.warning("a synthetic model: random weights, for benchmarks only")
+        return synthetic_checkpoint(settings.synthetic, device), TokenizerFiles()
+    return Checkpoint(settings.model), TokenizerFiles.read(settings.model)
 
 
 def _buffers(settings: Settings, instance_id: str) -> Buffers:
@@ -109,4 +122,5 @@ def _info(
         kv_cache_tokens=cache_tokens,
         max_sequences=limits.max_sequences,
         max_draft_tokens=limits.max_draft_tokens,
+        synthetic=settings.model is None,
     )

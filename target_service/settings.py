@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from kernels.scripted_acceptance import Script
 from outrider.settings import parse_bytes
 from outrider.shared_memory import group_id
 from target_service.limits import Limits
@@ -24,7 +25,8 @@ _STEP_TOKENS = {"cpu": 128, "cuda": 2048}
 class Settings:
     """The flags of a target. 0 stands for a value that the model or the machine decides."""
 
-    model: Path
+    # A checkpoint's directory, or None for the synthetic model `synthetic`.
+    model: Path | None
     name: str
     device: str
     dtype: str
@@ -37,6 +39,23 @@ class Settings:
     # Size of each co-located draft's buffer, and the group that may read it beside this user.
     shared_memory: str = "0"
     shared_memory_group: str = ""
+    synthetic: str = ""
+    # Mean acceptance length that a synthetic target keeps to, whatever the tokens are.
+    synthetic_acceptance: float | None = None
+
+    @property
+    def script(self) -> Script | None:
+        """How a synthetic target accepts chains; None where their tokens decide. Raises ValueError naming the flag."""
+        if self.synthetic_acceptance is None:
+            return None
+        if not self.synthetic:
+            raise ValueError("--synthetic-acceptance: expected --synthetic beside it, found none")
+        if not 1 <= self.synthetic_acceptance <= self.max_draft_tokens + 1:
+            raise ValueError(
+                f"--synthetic-acceptance: expected 1 to {self.max_draft_tokens + 1}, one more than --max-draft-tokens, "
+                f"found {self.synthetic_acceptance:g}"
+            )
+        return Script(self.synthetic_acceptance)
 
 
 def choose_device(device: str) -> torch.device:

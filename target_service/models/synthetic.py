@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from outrider.synthetic_checkpoint import SyntheticCheckpoint
-from outrider.synthetic_models import synthetic_model, synthetic_name
+from outrider.synthetic_models import model_name, synthetic_model
 from target_service.models.config import read_model_config
 from target_service.models.gpt_oss import expected_tensors
 
@@ -27,6 +27,6 @@ def synthetic_checkpoint(name: str, device: torch.device) -> SyntheticCheckpoint
         "o_proj": depth,
         "down_proj": depth,
     }
-    checkpoint = SyntheticCheckpoint(synthetic_name(name), config, device, gains)
+    checkpoint = SyntheticCheckpoint(model_name(None, name), config, device, gains)
     checkpoint.add(expected_tensors(checkpoint, read_model_config(checkpoint)))
     return checkpoint
