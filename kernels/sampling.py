@@ -17,10 +17,11 @@ from torch import Tensor
 from kernels import triton_forms
 from kernels.gumbel_max import NO_TOKEN, sample_rows
 from kernels.penalties import TokenHistory, apply_penalties
+from kernels.row_params import RowParams
 from kernels.sampling_params import SamplingParams
 from kernels.top_k import argmax
 
-__all__ = ["NO_TOKEN", "ChainRows", "SamplingParams", "adjusted_logits", "choose", "choose_tokens"]
+__all__ = ["NO_TOKEN", "ChainRows", "SamplingParams", "adjusted_logits", "choose", "choose_rows", "choose_tokens"]
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,16 @@ def choose(logits: Tensor, chains: Iterable[ChainRows]) -> Tensor:
                 _choose_greedily(rows) if chain.params.greedy else sample_rows(rows, chain.params, chain.first_position)
             )
     return torch.tensor(chosen, dtype=torch.int64, device=logits.device)
+
+
+def choose_rows(logits: Tensor, params: RowParams) -> Tensor:
+    """`choose` of rows whose logits are taken as they are, with their parameters as tensors: int64 [R]."""
+    if triton_forms.wanted(logits):
+        from kernels.triton_forms import sampling as form
+
+        return form.choose(logits, params)
+    rows = ((row, *params.of_row(row)) for row in range(len(logits)))
+    return torch.cat([choose(logits[row : row + 1], [ChainRows(own, position)]) for row, own, position in rows])
 
 
 def adjusted_logits(logits: Tensor, chain: ChainRows) -> Tensor:

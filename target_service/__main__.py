@@ -57,6 +57,7 @@ def main(
     max_sequence_length: Annotated[int, typer.Option(min=0, help="Longest sequence; 0 is the model's.")] = 0,
     step_tokens: Annotated[int, typer.Option(min=0, help="Rows of a step with prompt chunks; 0 is the device's.")] = 0,
     max_queue: Annotated[int, typer.Option(min=0, help="Sequences that may wait for room.")] = 256,
+    cuda_graphs: Annotated[bool, typer.Option(help="Replay steps of chains as CUDA graphs.")] = True,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that a drain may take.")] = 30.0,
     config: ConfigFile = None,
     log_level: LogLevel = "info",
@@ -82,6 +83,7 @@ def main(
         max_sequence_length=max_sequence_length,
         step_tokens=step_tokens,
         max_queue=max_queue,
+        cuda_graphs=cuda_graphs,
     )
     try:
         event_loop.run(serve(settings, listen, metrics_listen, security, grace))

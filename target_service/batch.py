@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from kernels import triton_forms
+from kernels.kv_cache import PAGE_SIZE
 from kernels.transfer import to_device
 from target_service.models import ForwardBatch
 from target_service.scheduler import Work
 from target_service.sequence import Sequence
+
+_FEWEST_PAGES = 8
 
 
 class PageTables:
@@ -16,7 +20,28 @@ class PageTables:
     def __init__(self, max_sequences: int, max_pages: int, device: torch.device) -> None:
         self.rows = torch.zeros(max_sequences, max_pages, dtype=torch.int32, device=device)
 
-    def update(self, sequence: Sequence) -> None:
+    def prepare(self, work: list[Work]) -> int:
+        """Writes the pages that sequences got since the last step. Returns how many columns these rows need.
+
+        Where programs are started for every column, of few different numbers the next; elsewhere all.
+        """
+        longest = 0
+        for item in work:
+            self._update(item.sequence)
+            longest = max(longest, item.start + item.count)
+        widest = self.rows.shape[1]
+        if not triton_forms.wanted(self.rows):
+            return widest
+        width = _FEWEST_PAGES
+        while width * PAGE_SIZE < longest:
+            width = width * 4 // 3 if width % 3 == 0 else width * 3 // 2
+        return min(width, widest)
+
+    def first(self, num_pages: int) -> torch.Tensor:
+        """The first columns of all rows."""
+        return self.rows[:, :num_pages]
+
+    def _update(self, sequence: Sequence) -> None:
         """Writes the pages that a sequence got since the last step."""
         written, pages = sequence.tabled_pages, sequence.pages
         if len(pages) > written:
@@ -27,20 +52,9 @@ class PageTables:
 
 def build_batch(work: list[Work], tables: PageTables) -> ForwardBatch:
     """Rows in the order of `work`, which has chains before chunks of prompts."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    chunks: list[Work] = []
-    for item in work:
-        sequence = item.sequence
-        tables.update(sequence)
-        if sequence.advance is None:
-            chunks.append(item)
-            continue
-        token_ids.append(sequence.last_token)
-        token_ids += sequence.advance.draft_token_ids[: item.count - 1]
-        positions += range(item.start, item.start + item.count)
-        slots += [sequence.slot] * item.count
+    page_tables = tables.first(tables.prepare(work))
+    chains, chunks = [item for item in work if item.verifies], [item for item in work if not item.verifies]
+    token_ids, positions, slots = chain_columns(chains)
     num_chain_rows = len(token_ids)
     columns = (
         torch.tensor(token_ids, dtype=torch.int64),
@@ -50,7 +64,22 @@ def build_batch(work: list[Work], tables: PageTables) -> ForwardBatch:
     if chunks:
         columns = _with_chunks(*columns, chunks)
     ids, at, rows_of = (to_device(column, tables.rows.device) for column in columns)
-    return ForwardBatch(ids, at, rows_of, tables.rows, num_chain_rows)
+    return ForwardBatch(ids, at, rows_of, page_tables, num_chain_rows)
+
+
+def chain_columns(chains: list[Work]) -> tuple[list[int], list[int], list[int]]:
+    """Token, position and slot of each row of chains."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    for item in chains:
+        sequence = item.sequence
+        assert sequence.advance is not None
+        token_ids.append(sequence.last_token)
+        token_ids += sequence.advance.draft_token_ids[: item.count - 1]
+        positions += range(item.start, item.start + item.count)
+        slots += [sequence.slot] * item.count
+    return token_ids, positions, slots
 
 
 def _with_chunks(

@@ -6,42 +6,54 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.graphs import Graphs
 from kernels.kv_cache import KVCache
 from kernels.sampling import ChainRows, choose
 from kernels.transfer import to_device, to_host
 from target_service.aux import wanted_boundaries
 from target_service.batch import PageTables, build_batch
+from target_service.chain_steps import ChainSteps, Chosen, fits
 from target_service.models import ForwardOutput, Model
 from target_service.scheduler import Work
 
 
 @dataclass(frozen=True)
 class Results:
-    """logits: float32 [R, V] of the rows that choose a token, in the order of the plan. choices: int64 [R], in main
-    memory, to be read once the device has been waited for."""
+    """What is there once the device has been waited for.
+
+    choices: int64 [R], in main memory, of the rows that choose a token, in the order of the plan. logits: float32
+    [R, V] of the same rows; None where they were not kept, since nobody wants them.
+    """
 
     output: ForwardOutput
-    logits: torch.Tensor
     choices: torch.Tensor
+    logits: torch.Tensor | None = None
 
 
 class Computation:
-    """Runs the rows of steps. Nothing in it waits for the device."""
+    """Runs the rows of steps, without waiting for the device; chains by themselves through `graphs`, if given."""
 
-    def __init__(self, model: Model, cache: KVCache, tables: PageTables) -> None:
+    def __init__(self, model: Model, cache: KVCache, tables: PageTables, graphs: Graphs[Chosen] | None = None) -> None:
         self._model = model
         self._cache = cache
         self._tables = tables
+        self._chain_steps = None if graphs is None else ChainSteps(model, cache, tables, graphs)
 
     def run(self, work: list[Work]) -> Results:
         """Any mixture of chains and chunks of prompts, chains first."""
+        chains = [_chain_rows(item) for item in work if item.num_choices]
+        if self._chain_steps is not None and fits(work, chains):
+            output, choices = self._chain_steps.run(work, chains)
+            return Results(output, to_host(choices))
+        return self._run(work, chains)
+
+    def _run(self, work: list[Work], chains: list[ChainRows]) -> Results:
         output = self._model.forward(build_batch(work, self._tables), self._cache, wanted_boundaries(work))
         rows, hidden = _choosing_rows(work), output.hidden
         if len(rows) < len(hidden):
             hidden = hidden[to_device(torch.tensor(rows, dtype=torch.int64), hidden.device)]
         logits = self._model.logits(hidden)
-        choices = choose(logits, [chain_rows(item) for item in work if item.num_choices])
-        return Results(output, logits, to_host(choices))
+        return Results(output, to_host(choose(logits, chains)), logits)
 
 
 def _choosing_rows(work: list[Work]) -> list[int]:
@@ -54,7 +66,7 @@ def _choosing_rows(work: list[Work]) -> list[int]:
     return rows
 
 
-def chain_rows(work: Work) -> ChainRows:
+def _chain_rows(work: Work) -> ChainRows:
     """How the rows of a sequence that choose a token do so."""
     sequence = work.sequence
     draft_token_ids = sequence.advance.draft_token_ids[: work.count - 1] if sequence.advance is not None else ()

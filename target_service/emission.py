@@ -77,12 +77,12 @@ class Emitter:
         self,
         work: Work,
         rows: Rows | None,
-        logits: torch.Tensor,
+        logits: torch.Tensor | None,
         choices: list[int],
         began: float,
         compute: float,
     ) -> None:
-        """A chain, or the last row of a prompt, with its own rows, logits and choices."""
+        """A chain, or the last row of a prompt, with its own rows, logits, where they were kept, and choices."""
         sequence, advance = work.sequence, work.sequence.advance
         chain = advance.draft_token_ids if advance else []
         # Rows that could only choose tokens past the sequence's end were left out, and are never reached.
@@ -100,7 +100,7 @@ class Emitter:
         emitted, finish = verdict.token_ids, verdict.finish_reason
         rows = self._sender.emitted(sequence, rows, sequence.length - 1 + len(emitted))
         logprobs: list[TokenLogprobs] = []
-        if sequence.open.top_logprobs is not None:
+        if sequence.open.top_logprobs is not None and logits is not None:
             num_top = [sequence.open.top_logprobs] * len(emitted)
             logprobs = token_logprobs(logits[: len(emitted)], emitted, num_top)
         timing = Timing(began - (advance or sequence.open).received, compute)
@@ -128,6 +128,8 @@ class Emitter:
         ]
 
 
-def _no_choice(error: ValueError, logits: torch.Tensor) -> OutriderError:
-    """Why a row left no token: the caller's parameters, or a model that is broken."""
-    return Internal(str(error)) if bool(logits.isnan().any()) else InvalidArgument("open.sampling", str(error))
+def _no_choice(error: ValueError, logits: torch.Tensor | None) -> OutriderError:
+    """Why a row left no token: the caller's parameters, or a model that is broken. Only changed logits are kept."""
+    if logits is None or bool(logits.isnan().any()):
+        return Internal(str(error))
+    return InvalidArgument("open.sampling", str(error))

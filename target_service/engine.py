@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from kernels.graphs import Graphs
 from kernels.scripted_acceptance import Script
 from kernels.transfer import wait
 from outrider.errors import Internal
@@ -14,6 +15,7 @@ from outrider.pages import PageAllocator
 from target_service.attach import Buffers
 from target_service.aux import RowSender
 from target_service.batch import PageTables
+from target_service.chain_steps import Chosen
 from target_service.commands import Command, Stats
 from target_service.computation import Computation, Results
 from target_service.emission import Emitter, Sent
@@ -36,6 +38,7 @@ class TargetEngine:
         buffers: Buffers,
         metrics: TargetMetrics,
         deliver: Callable[..., None],
+        graphs: Graphs[Chosen] | None = None,
         script: Script | None = None,
     ) -> None:
         self._model = model
@@ -44,7 +47,7 @@ class TargetEngine:
         self.pages = PageAllocator(num_pages, cache.page_size)
         self.scheduler = Scheduler(limits, self.pages)
         longest = self.pages.pages_for(limits.max_sequence_length + limits.max_draft_tokens)
-        self._computation = Computation(model, cache, PageTables(limits.max_sequences, longest, self._device))
+        self._computation = Computation(model, cache, PageTables(limits.max_sequences, longest, self._device), graphs)
         self.roster = Roster(self.scheduler, buffers, metrics, deliver)
         self._emitter = Emitter(model, self.roster, RowSender(buffers, metrics), metrics, script)
         self._pace = Pace(self.scheduler)
@@ -125,6 +128,7 @@ class TargetEngine:
                 self._emitter.prefilled(work, rows.prompt, hidden, began, compute)
             if count := work.num_choices:
                 own = slice(chosen, chosen + count)
-                self._emitter.advanced(work, rows.choosing, results.logits[own], choices[own], began, compute)
+                logits = None if results.logits is None else results.logits[own]
+                self._emitter.advanced(work, rows.choosing, logits, choices[own], began, compute)
                 chosen += count
             row += work.count

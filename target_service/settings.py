@@ -39,6 +39,8 @@ class Settings:
     # Size of each co-located draft's buffer, and the group that may read it beside this user.
     shared_memory: str = "0"
     shared_memory_group: str = ""
+    # Whether steps that only verify chains are captured, on CUDA.
+    cuda_graphs: bool = True
     synthetic: str = ""
     # Mean acceptance length that a synthetic target keeps to, whatever the tokens are.
     synthetic_acceptance: float | None = None

@@ -98,7 +98,8 @@ def _apply(half: tuple[torch.Tensor, torch.Tensor, torch.Tensor], expert: int, x
 
 def choice_cases(data: Data) -> Iterator[Case]:
     """The choice of tokens: greedy, sampled, and with both filters."""
-    from kernels.triton_forms.sampling import RowParams, choose
+    from kernels.row_params import RowParams
+    from kernels.triton_forms.sampling import choose
 
     vocabulary = data.sizes.vocabulary
     logits = data.normal(8, vocabulary, scale=3.0, dtype=torch.float32)

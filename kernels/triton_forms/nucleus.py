@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    from kernels.triton_forms.sampling import RowParams
+    from kernels.row_params import RowParams
 
 _BLOCK = 8192
 

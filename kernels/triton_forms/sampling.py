@@ -7,36 +7,15 @@ rows with top-k or top-p, a program a row finds the border of what stays (`nucle
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
+from kernels.row_params import RowParams
 from kernels.triton_forms.noise import gumbel_noise
 from kernels.triton_forms.nucleus import find_borders
 
 _BLOCK = 2048
-
-
-@dataclass(frozen=True)
-class RowParams:
-    """How each row chooses, tensors [R] on the device of the logits.
-
-    temperature: float32, 0 is greedy. log_min_p: float32, -inf filters nothing. seed: int64, the bits of the unsigned
-    seed. position: int32, of the token that is chosen. top_k: int32, at most the vocabulary, 0 filters nothing. top_p:
-    float32, at least 1 filters nothing. `all_greedy` and `filters`, of top-k or top-p, are known to the host, which
-    leaves out passes that no row needs.
-    """
-
-    temperature: torch.Tensor
-    log_min_p: torch.Tensor
-    seed: torch.Tensor
-    position: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    all_greedy: bool
-    filters: bool
 
 
 def choose(logits: torch.Tensor, params: RowParams) -> torch.Tensor:

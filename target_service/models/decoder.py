@@ -65,6 +65,18 @@ class Model:
         config = self.config
         return 2 * config.num_layers * config.num_kv_heads * config.head_dim * config.dtype.itemsize
 
+    @property
+    def never_waits(self) -> bool:
+        """Whether a step is queued on a device from end to end, so that it can be captured: experts have a kernel."""
+        return (
+            self._embedding.is_cuda
+            and triton_forms.wanted(self._embedding)
+            and all(
+                isinstance(layer.feed_forward, MlpBlock) or layer.feed_forward.experts.packed is not None
+                for layer in self._layers
+            )
+        )
+
     def new_kv_cache(self, num_pages: int) -> KVCache:
         """Allocates a cache of `num_pages` pages of KVCache.page_size tokens."""
         config = self.config

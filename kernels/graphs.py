@@ -1,0 +1,127 @@
+"""Steps of fixed shape: a function of static tensors, which a CUDA graph replays in one launch.
+
+Where nothing is captured, on a CPU for one, the function simply runs, over the same tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+Output = TypeVar("Output")
+Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
+log = logging.getLogger(__name__)
+
+_ALIGNMENT = 64
+# Few, so that few graphs serve any number of rows; exact where a row more is felt.
+_ROW_COUNTS = (*range(1, 9), 16, 24, 32, 48, 64, 96, 128, 192, 256)
+MOST_ROWS = _ROW_COUNTS[-1]
+
+
+def padded(count: int) -> int:
+    """How many rows, of the numbers that graphs are made for, `count` rows take. At most MOST_ROWS."""
+    return next(size for size in _ROW_COUNTS if size >= count) if count else 0
+
+
+class Columns:
+    """A step's inputs by name. They lie in one buffer, so that one copy brings them to the device."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in layout.items()}
+        starts, end = {}, 0
+        for name, size in sizes.items():
+            starts[name], end = end, end + -(-size // _ALIGNMENT) * _ALIGNMENT
+        self._staging = torch.zeros(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._buffer = torch.zeros(end, dtype=torch.uint8, device=device)
+
+        def views(buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {
+                name: buffer[starts[name] : starts[name] + sizes[name]].view(dtype).view(shape)
+                for name, (dtype, shape) in layout.items()
+            }
+
+        self.device = views(self._buffer)
+        self._host = {name: column.numpy() for name, column in views(self._staging).items()}
+
+    def fill(self, name: str, values: Sequence[Any]) -> None:
+        """Sets a column's first entries; the rest of it repeats the last of them."""
+        column, count = self._host[name], len(values)
+        column[:count] = values
+        column[count:] = values[-1]
+
+    def send(self) -> None:
+        """Brings what was set to the device. It may be set anew once the device has been waited for."""
+        self._buffer.copy_(self._staging, non_blocking=True)
+
+
+@dataclass
+class Step(Generic[Output]):
+    """A function of static tensors, the inputs' and others that it holds, and what became of it."""
+
+    inputs: Columns
+    function: Callable[[Mapping[str, torch.Tensor]], Output]
+    held: bool = False
+    has_run: bool = False
+    graph: torch.cuda.CUDAGraph | None = None
+    output: Output | None = None
+
+
+class Graphs(Generic[Output]):
+    """The steps of one model, by shape.
+
+    A shape's function runs as it is the first time, which compiles its kernels, is captured when the shape comes again,
+    and replayed from then on. Shapes that come once `most` are held run as they are.
+    """
+
+    def __init__(self, device: torch.device, *, capture: bool = True, most: int = 128) -> None:
+        self._device = device
+        self._capturing = capture and device.type == "cuda"
+        self._most = most
+        self._steps: dict[Hashable, Step[Output]] = {}
+        # One pool for all: none runs while another does, and what a graph leaves is held as long as the graph.
+        self._pool = torch.cuda.graph_pool_handle() if self._capturing else None
+
+    @property
+    def num_captured(self) -> int:
+        """Shapes that are replayed."""
+        return sum(step.graph is not None for step in self._steps.values())
+
+    def step(
+        self, shape: Hashable, layout: Layout, function: Callable[[Mapping[str, torch.Tensor]], Output]
+    ) -> Step[Output]:
+        """The step of a shape, made of `layout` and `function` when it is asked for first; its inputs are to be set."""
+        if (step := self._steps.get(shape)) is None:
+            step = Step(Columns(layout, self._device), function)
+            if len(self._steps) < self._most:
+                step.held = True
+                self._steps[shape] = step
+        return step
+
+    def run(self, step: Step[Output]) -> Output:
+        """Queues the step. What it returns is there once the device has been waited for, until a step runs again."""
+        step.inputs.send()
+        if self._capturing and step.graph is None and step.held and step.has_run:
+            self._capture(step)
+        step.has_run = True
+        if step.graph is None or step.output is None:
+            return step.function(step.inputs.device)
+        step.graph.replay()
+        return step.output
+
+    def _capture(self, step: Step[Output]) -> None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads may go on using CUDA meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                step.output = step.function(step.inputs.device)
+        except RuntimeError:
+            log.exception("a step cannot be captured: from now on steps run without graphs")
+            self._capturing, step.output = False, None
+        else:
+            step.graph = graph

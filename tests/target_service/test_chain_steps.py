@@ -1,0 +1,67 @@
+"""Steps of chains through static tensors, as they are captured on CUDA: the tokens and states of ordinary steps."""
+
+import pytest
+import torch
+
+from kernels.graphs import Graphs, padded
+from kernels.sampling import SamplingParams
+from target_service.models import load_model
+from tests.models import write_tiny_gpt_oss, write_tiny_llama
+from tests.target_service.driving import Request, make_engine, run, with_mistakes
+
+SAMPLED = SamplingParams(temperature=0.8, seed=5, min_p=0.02)
+FILTERED = SamplingParams(temperature=1.1, seed=2**64 - 9, top_k=40, top_p=0.9)
+
+
+def requests():
+    """Six that come and go at different times: the batch grows and shrinks."""
+    choices = [SamplingParams(temperature=0), SAMPLED, FILTERED]
+    return [
+        Request(list(range(3 + i, 12 + 5 * i)), choices[i % 3], max_new=9 + 4 * (i % 4), comes=i * 2 % 7)
+        for i in range(6)
+    ]
+
+
+@pytest.mark.parametrize("write", [write_tiny_llama, write_tiny_gpt_oss])
+def test_tokens_and_states_are_those_of_ordinary_steps(tmp_path, write):
+    model = load_model(write(tmp_path, tokenizer=False), "cpu", "auto")
+    expected = run(make_engine(model), requests())
+    graphs = Graphs(torch.device("cpu"))
+    shapes = []
+    keep = graphs.step
+    graphs.step = lambda shape, *rest: shapes.append(shape) or keep(shape, *rest)
+    propose = with_mistakes(expected, (0, 1, 3, 7), model.config.vocab_size)
+    found = run(make_engine(model, graphs), requests(), propose)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.tokens == theirs.tokens
+        assert torch.equal(ours.hidden, theirs.hidden)
+    rows = {shape.rows for shape in shapes}
+    assert rows & set(range(1, 9)) and max(rows) > 8
+    assert len({(shape.all_greedy, shape.filters) for shape in shapes}) > 1
+
+
+def test_what_does_not_fit_runs_as_it_did(tmp_path):
+    """Penalties change logits: their steps take the ordinary way, also for the others in them."""
+    model = load_model(write_tiny_llama(tmp_path, tokenizer=False), "cpu", "auto")
+    wanted = [
+        Request([5, 6, 7], SamplingParams(temperature=0, repetition_penalty=1.4), max_new=6),
+        Request([8, 9], SAMPLED, max_new=20),
+    ]
+    expected = run(make_engine(model), wanted)
+    graphs = Graphs(torch.device("cpu"))
+    found = run(make_engine(model, graphs), wanted, with_mistakes(expected, (3,), model.config.vocab_size))
+    assert [outcome.tokens for outcome in found] == [outcome.tokens for outcome in expected]
+    assert len(graphs._steps) > 0
+
+
+def test_shapes_beyond_those_that_are_held_work(tmp_path):
+    model = load_model(write_tiny_llama(tmp_path, tokenizer=False), "cpu", "auto")
+    expected = run(make_engine(model), requests())
+    graphs = Graphs(torch.device("cpu"), most=2)
+    found = run(make_engine(model, graphs), requests(), with_mistakes(expected, (0, 2, 5), model.config.vocab_size))
+    assert [outcome.tokens for outcome in found] == [outcome.tokens for outcome in expected]
+    assert len(graphs._steps) == 2
+
+
+def test_numbers_of_rows():
+    assert [padded(count) for count in (0, 1, 7, 8, 9, 17, 64, 65, 256)] == [0, 1, 7, 8, 16, 24, 64, 96, 256]
