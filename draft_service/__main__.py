@@ -24,7 +24,7 @@ def draft(
     listen: Listen = "127.0.0.1:7102",
     metrics_listen: MetricsListen = "127.0.0.1:9102",
     name: Annotated[str, typer.Option(help="Label of metrics; by default the directory's name.")] = "",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32 or bfloat16.")] = "auto",
     kv_cache: Annotated[str, typer.Option(help="Memory of the draft's own cache, such as 256MiB.")] = "256MiB",
     max_draft_tokens: Annotated[int, typer.Option(help="Longest chain that it proposes.")] = 16,

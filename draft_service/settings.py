@@ -11,6 +11,7 @@ import torch
 from draft_service.model import DraftModel
 from draft_service.proposer import Limits
 from kernels.kv_cache import PAGE_SIZE
+from outrider.devices import choose_device
 from outrider.settings import parse_bytes
 
 log = logging.getLogger(__name__)
@@ -36,15 +37,13 @@ class Settings:
     def validated(self) -> Settings:
         """The same. Raises ValueError, naming the flag, for a value that makes no sense."""
         for flag, value, choices in (
-            ("--device", self.device, ("auto", "cpu", "cuda")),
             ("--dtype", self.dtype, ("auto", "float32", "bfloat16")),
             ("--norm-output", self.norm_output, ("auto", "true", "false")),
             ("--norm-before-residual", self.norm_before_residual, ("auto", "true", "false")),
         ):
             if value not in choices:
                 raise ValueError(f"{flag}: expected {', '.join(choices[:-1])} or {choices[-1]}, found {value!r}")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device: expected a CUDA device, found none")
+        choose_device(self.device)
         if self.max_draft_tokens < 1:
             raise ValueError(f"--max-draft-tokens: expected at least 1, found {self.max_draft_tokens}")
         for flag, number in (
@@ -60,10 +59,8 @@ class Settings:
 
     @property
     def torch_device(self) -> torch.device:
-        """The device; auto is CUDA where there is one."""
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.device(self.device)
+        """The device."""
+        return choose_device(self.device)
 
 
 def parse_boundaries(text: str) -> tuple[int, ...] | None:

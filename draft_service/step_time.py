@@ -41,7 +41,7 @@ _TARGET_NAMES = {EMBED: "model.embed_tokens.weight", HEAD: "lm_head.weight"}
 def main(
     model: Annotated[Path, typer.Option(help="Directory of the draft's checkpoint.")],
     target: Annotated[Path, typer.Option(help="Directory of the target's checkpoint.")],
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32 or bfloat16.")] = "auto",
     kv_cache: Annotated[str, typer.Option(help="Memory of the draft's own cache, such as 256MiB.")] = "256MiB",
     threads: Annotated[int, typer.Option(min=1, help="Threads of computations on a CPU.")] = 1,

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
 import grpc
+import torch
 
 from outrider.channels import connect, wait_serving
 from outrider.errors import InvalidArgument, OutriderError
@@ -73,7 +74,7 @@ class TargetLink:
             if answer is grpc.aio.EOF:
                 raise ConnectionError("the target closed the attachment at once")
             segments = _open_buffers(answer.buffers)
-            self._slices = SliceReader({buffer_id: segment.view for buffer_id, segment in segments.items()})
+            self._slices = SliceReader({buffer_id: segment.bytes for buffer_id, segment in segments.items()})
             self._buffer_ids, self.num_unread = frozenset(segments), 0
             if segments:
                 await call.write(target_pb2.AttachRequest(opened=target_pb2.AttachRequest.BuffersOpened()))
@@ -87,8 +88,11 @@ class TargetLink:
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
 
-    def resolve(self, slice_: common_pb2.BufferSlice, size: int) -> memoryview:
-        """The memory of a slice of one of the target's buffers. Raises InvalidArgument where it is not inside one."""
+    def resolve(self, slice_: common_pb2.BufferSlice, size: int) -> torch.Tensor:
+        """The memory, uint8 [size], of a slice of one of the target's buffers.
+
+        Raises InvalidArgument where it is not inside one.
+        """
         try:
             memory = self._slices.resolve(slice_, size)
             self.num_unread += 1

@@ -24,8 +24,8 @@ _LARGEST_POSITION = 2**32 - 1
 class SliceReader(Protocol):
     """Reads slices of the attached target's buffers."""
 
-    def resolve(self, slice_: common_pb2.BufferSlice, size: int) -> memoryview:
-        """The slice's memory. Raises InvalidArgument for an unknown buffer or a range outside it."""
+    def resolve(self, slice_: common_pb2.BufferSlice, size: int) -> torch.Tensor:
+        """The slice's memory, uint8 [size]. Raises InvalidArgument for an unknown buffer or a range outside it."""
 
     def release(self, slice_: common_pb2.BufferSlice) -> None:
         """Tells the target that the slice was read; from any thread."""

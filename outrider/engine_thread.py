@@ -41,8 +41,10 @@ class Engine(Protocol[Command]):
 class EngineThread(Generic[Command]):
     """Drives an Engine until it is stopped."""
 
-    def __init__(self, engine: Engine[Command], name: str) -> None:
+    def __init__(self, engine: Engine[Command], name: str, prepare: Callable[[], None] = lambda: None) -> None:
+        """`prepare` is called in the thread, before anything else."""
         self._engine = engine
+        self._prepare = prepare
         self._inbox: queue.SimpleQueue[tuple[Command, ...] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -69,6 +71,7 @@ class EngineThread(Generic[Command]):
         self._thread.join(timeout)
 
     def _run(self) -> None:
+        self._prepare()
         while True:
             commands, stopping = self._take(self._engine.idle_seconds())
             if stopping:

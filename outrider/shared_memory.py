@@ -12,9 +12,15 @@ import os
 import re
 import secrets
 import stat
+import warnings
 from pathlib import Path
 
+import torch
+
 from outrider.errors import FailedPrecondition
+
+# A reader's tensors lie in memory that it cannot write to. Nothing here does.
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 _DIRECTORY = Path("/dev/shm")
 _NAME = re.compile(r"outrider-[0-9a-f]{32}")
@@ -29,6 +35,8 @@ class SharedSegment:
         self.name = name
         self.view = memoryview(mapping)
         """All bytes; to write to for the owner only."""
+        self.bytes = torch.frombuffer(memoryview(mapping), dtype=torch.uint8)
+        """The same as a tensor [size], where a reader's write is not refused but a fault."""
         self._mapping = mapping
         self._owned_fd = owned_fd
         self._named = owned_fd is not None
@@ -87,6 +95,7 @@ class SharedSegment:
     def close(self) -> None:
         """Unmaps the segment, once the last tensor that views it is gone; its owner unlinks it first."""
         self.unlink()
+        self.bytes = torch.empty(0, dtype=torch.uint8)
         try:
             self.view.release()
             self._mapping.close()

@@ -41,9 +41,10 @@ class SliceWriter:
     Space is reused in the order in which it was handed out. Nothing here waits: with no room there is no slice.
     """
 
-    def __init__(self, view: memoryview, clock: Callable[[], float] = time.monotonic) -> None:
-        self._view = view
-        self._size = len(view)
+    def __init__(self, memory: Tensor, clock: Callable[[], float] = time.monotonic) -> None:
+        """`memory` is all of the buffer, uint8 [size], on whichever device."""
+        self._memory = memory
+        self._size = len(memory)
         self._clock = clock
         self._lock = threading.Lock()
         self._head = 0  # where the next slice starts, in bytes since the ring began
@@ -63,7 +64,7 @@ class SliceWriter:
         """Copies a tensor's elements, row-major, into a slice of `owner`'s; None when there is no room."""
         granted = self.allocate(tensor.nbytes, owner)
         if granted is not None:
-            tensor_at(self._view, granted.offset, tensor.dtype, tensor.shape).copy_(tensor)
+            tensor_at(self._memory, granted.offset, tensor.dtype, tensor.shape).copy_(tensor)
         return granted
 
     def allocate(self, num_bytes: int, owner: Hashable) -> Slice | None:
@@ -128,34 +129,37 @@ class SliceWriter:
 class SliceReader:
     """Resolves slices of the buffers that were opened, by their ids: `resolve` is a tensors.SliceResolver."""
 
-    def __init__(self, views: Mapping[str, memoryview]) -> None:
-        self._views = dict(views)
+    def __init__(self, buffers: Mapping[str, Tensor]) -> None:
+        """`buffers` are uint8 [size] each."""
+        self._buffers = dict(buffers)
 
-    def resolve(self, slice_: BufferSlice, num_bytes: int) -> memoryview:
-        """The bytes of a slice. Raises InvalidArgument unless the buffer is open and the slice aligned and inside."""
-        view = self._views.get(slice_.buffer_id)
-        if view is None:
+    def resolve(self, slice_: BufferSlice, num_bytes: int) -> Tensor:
+        """The bytes of a slice, as a view uint8 [num_bytes].
+
+        Raises InvalidArgument unless the buffer is open and the slice aligned and inside.
+        """
+        memory = self._buffers.get(slice_.buffer_id)
+        if memory is None:
             raise InvalidArgument(
-                "slice.buffer_id", f"expected one of {sorted(self._views)}, found {slice_.buffer_id!r}"
+                "slice.buffer_id", f"expected one of {sorted(self._buffers)}, found {slice_.buffer_id!r}"
             )
-        return checked_slice(view, slice_.offset, num_bytes)
+        return checked_slice(memory, slice_.offset, num_bytes)
 
 
-def checked_slice(view: memoryview, offset: int, num_bytes: int) -> memoryview:
+def checked_slice(memory: Tensor, offset: int, num_bytes: int) -> Tensor:
     """The `num_bytes` from `offset` on. Raises InvalidArgument unless they are aligned and inside the buffer."""
     if offset % _ELEMENT_ALIGNMENT:
         raise InvalidArgument("slice.offset", f"expected a multiple of {_ELEMENT_ALIGNMENT}, found {offset}")
-    if offset < 0 or num_bytes < 0 or offset + num_bytes > len(view):
+    if offset < 0 or num_bytes < 0 or offset + num_bytes > len(memory):
         raise InvalidArgument(
-            "slice.offset", f"expected {num_bytes} bytes inside a buffer of {len(view)}, found them at {offset}"
+            "slice.offset", f"expected {num_bytes} bytes inside a buffer of {len(memory)}, found them at {offset}"
         )
-    return view[offset : offset + num_bytes]
+    return memory[offset : offset + num_bytes]
 
 
-def tensor_at(view: memoryview, offset: int, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:
+def tensor_at(memory: Tensor, offset: int, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:
     """The tensor that lies at `offset`, row-major, as a view. Raises InvalidArgument as `checked_slice` does."""
     shape = tuple(shape)
     if any(size < 0 for size in shape):
         raise InvalidArgument("shape", f"expected no negative dimension, found {list(shape)}")
-    memory = checked_slice(view, offset, math.prod(shape) * dtype.itemsize)
-    return torch.frombuffer(memory, dtype=dtype).view(shape) if memory else torch.empty(shape, dtype=dtype)
+    return checked_slice(memory, offset, math.prod(shape) * dtype.itemsize).view(dtype).view(shape)

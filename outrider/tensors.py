@@ -14,8 +14,8 @@ from outrider.v1 import common_pb2
 # frombuffer over bytes is read-only memory; nothing here writes to what it decodes.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
-# Resolves a slice: (slice, size in bytes) to the memory, after checking id, offset and size.
-SliceResolver = Callable[[common_pb2.BufferSlice, int], memoryview]
+# Resolves a slice: (slice, size in bytes) to its memory, uint8 [size], after checking id, offset and size.
+SliceResolver = Callable[[common_pb2.BufferSlice, int], torch.Tensor]
 
 DTYPES: dict[common_pb2.DataType, torch.dtype] = {
     common_pb2.DATA_TYPE_BFLOAT16: torch.bfloat16,
@@ -70,14 +70,12 @@ def decode(
     if source == "slice":
         if resolve is None:
             raise InvalidArgument(f"{field}.slice", "expected inline data: no shared buffer is open")
-        memory = resolve(message.slice, size)
+        flat = resolve(message.slice, size)
     else:
-        memory = memoryview(message.data)
-        if len(memory) != size:
+        data = message.data
+        if len(data) != size:
             raise InvalidArgument(
-                f"{field}.data", f"expected {size} bytes for {dtype} {list(shape)}, found {len(memory)}"
+                f"{field}.data", f"expected {size} bytes for {dtype} {list(shape)}, found {len(data)}"
             )
-    if size == 0:
-        return torch.empty(shape, dtype=dtype)
-    flat = torch.frombuffer(memory, dtype=torch.uint8, count=size).view(dtype)
-    return (flat.clone() if copy else flat).view(shape)
+        flat = torch.frombuffer(data, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+    return (flat.clone() if copy else flat).view(dtype).view(shape)

@@ -1,18 +1,22 @@
 """Buffers through which co-located drafts read hidden states.
 
-Each attached draft has one, in shared memory. The engine writes slices into it and never waits: a draft that has not
-opened its buffer yet, wants another transport, or has no room left is served inline.
+Each attached draft has one, in the best kind of memory that both can open. The engine writes slices into it and never
+waits for a reader: a draft that has not opened its buffer yet, wants another transport, or has no room left is served
+inline.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from outrider.cuda_memory import CudaDevice, CudaError
 from outrider.errors import InvalidArgument
+from outrider.shared_buffers import CUDA_IPC, INLINE, SHARED_MEMORY, DeviceBuffer, HostBuffer, SharedBuffer
 from outrider.shared_memory import SharedSegment, sweep_stale_segments
 from outrider.shared_slices import SliceWriter, tensor_at
 from outrider.tensors import reference
@@ -27,23 +31,18 @@ class Attachment:
     """One draft's buffer. Slices are written once the draft has opened it."""
 
     buffer_id: str
-    segment: SharedSegment
+    memory: SharedBuffer
     writer: SliceWriter
     opened: bool = False
 
     @property
     def handle(self) -> target_pb2.BufferHandle:
         """How the draft opens it."""
-        return target_pb2.BufferHandle(
-            buffer_id=self.buffer_id,
-            transport=common_pb2.TRANSPORT_SHARED_MEMORY,
-            handle=self.segment.name.encode(),
-            size=len(self.segment.view),
-        )
+        return self.memory.handle(self.buffer_id)
 
     def set_opened(self) -> None:
         """The draft has it: its name may go."""
-        self.segment.unlink()
+        self.memory.unlink()
         self.opened = True
 
     def release(self, message: target_pb2.AttachRequest.BufferReleased) -> None:
@@ -56,29 +55,36 @@ class Attachment:
 class Buffers:
     """The buffers of all attached drafts, by the instance that reads them.
 
-    `attach` and `detach` run on the event loop; `write`, `abandon` and `close` in the engine's thread, which alone
-    touches the memory.
+    `attach` and `detach` run on the event loop; the others in the engine's thread, which alone touches the memory.
     """
 
-    def __init__(self, instance_id: str, size: int, group: str | None = None) -> None:
+    def __init__(self, instance_id: str, size: int, group: str | None = None, device: CudaDevice | None = None) -> None:
         """`size` is that of each buffer, in bytes, 0 for none; members of `group` may read them, too.
 
-        The first one is allocated at once: raises OSError where there is no room, ValueError for an unknown group.
+        `device`: where the states are computed, None for a CPU. The first buffer of each kind is allocated at once:
+        raises OSError where there is no room, ValueError for an unknown group.
         """
         self._instance_id = instance_id
-        self._size = size
-        self._group = group
+        self._device = device
         self._attachments: dict[str, Attachment] = {}
         self._num_created = 0
-        self._spare: SharedSegment | None = None
+        self._spares: dict[common_pb2.Transport, list[SharedBuffer]] = {}
+        self._kinds: dict[common_pb2.Transport, Callable[[], SharedBuffer]] = {}
         if size:
             sweep_stale_segments()
-            self._spare = SharedSegment.create(size, group)
+            self._kinds[SHARED_MEMORY] = lambda: HostBuffer(SharedSegment.create(size, group), device, read_only=False)
+            self._spares[SHARED_MEMORY] = [self._kinds[SHARED_MEMORY]()]
+        if size and device is not None:
+            try:
+                self._spares[CUDA_IPC] = [DeviceBuffer(device, size)]
+                self._kinds[CUDA_IPC] = lambda: DeviceBuffer(device, size)
+            except CudaError as error:
+                log.warning("no device memory is shared: %s", error)
 
     @property
     def transports(self) -> list[common_pb2.Transport]:
         """What this target offers, best first."""
-        return [common_pb2.TRANSPORT_SHARED_MEMORY] * bool(self._size) + [common_pb2.TRANSPORT_INLINE]
+        return [transport for transport in (CUDA_IPC, SHARED_MEMORY) if transport in self._kinds] + [INLINE]
 
     @property
     def num_attached(self) -> int:
@@ -91,19 +97,21 @@ class Buffers:
         return sum(attachment.writer.num_unreleased for attachment in self._attachments.copy().values())
 
     def attach(self, draft: target_pb2.AttachRequest.AttachDraft) -> Attachment | None:
-        """A buffer for a draft; None where nothing but INLINE works between the two."""
-        if not self._size or common_pb2.TRANSPORT_SHARED_MEMORY not in draft.transports:
-            return None
-        try:
-            segment = self._spare or SharedSegment.create(self._size, self._group)
-        except OSError as error:
-            log.error("draft %s is served inline: %s", draft.draft_instance_id, error)
-            return None
-        self._spare = None
-        self._num_created += 1
-        attachment = Attachment(f"{self._instance_id}/{self._num_created}", segment, SliceWriter(segment.view))
-        self._attachments[draft.draft_instance_id] = attachment
-        return attachment
+        """A buffer for a draft, of the best kind that both have; None where only INLINE works between the two."""
+        for transport in self.transports:
+            if transport not in self._kinds or transport not in draft.transports:
+                continue
+            try:
+                spares = self._spares[transport]
+                memory = spares.pop() if spares else self._kinds[transport]()
+            except OSError as error:
+                log.error("draft %s gets no buffer: %s", draft.draft_instance_id, error)
+                continue
+            self._num_created += 1
+            attachment = Attachment(f"{self._instance_id}/{self._num_created}", memory, SliceWriter(memory.bytes))
+            self._attachments[draft.draft_instance_id] = attachment
+            return attachment
+        return None
 
     def detach(self, draft_instance_id: str, attachment: Attachment) -> None:
         """The draft went away. One that has attached anew keeps its new buffer."""
@@ -111,7 +119,11 @@ class Buffers:
             del self._attachments[draft_instance_id]
 
     def write(self, sequence: Sequence, parts: list[torch.Tensor]) -> common_pb2.Tensor | None:
-        """Puts rows [n, H] of several boundaries side by side into a slice; None where they have to go inline."""
+        """Puts rows [n, H] of several boundaries side by side into a slice; None where they have to go inline.
+
+        They are there once the device has been waited for: until then no message may say so, since the message is all
+        that orders the reader, another process, after the copy.
+        """
         attachment = self._attachment(sequence)
         if attachment is None:
             return None
@@ -120,11 +132,11 @@ class Buffers:
         granted = attachment.writer.allocate(math.prod(shape) * dtype.itemsize, sequence)
         if granted is None:
             return None
-        memory = tensor_at(attachment.segment.view, granted.offset, dtype, shape)
-        column = 0
-        for part in parts:
-            memory[:, column : column + part.shape[1]] = part
-            column += part.shape[1]
+        memory = tensor_at(attachment.memory.bytes, granted.offset, dtype, shape)
+        if memory.device == parts[0].device:
+            torch.cat(parts, dim=1, out=memory)
+        else:
+            memory.copy_(torch.cat(parts, dim=1), non_blocking=True)
         place = common_pb2.BufferSlice(
             buffer_id=attachment.buffer_id, offset=granted.offset, generation=granted.generation
         )
@@ -141,18 +153,22 @@ class Buffers:
             attachment.writer.retire(sequence)
 
     def close(self, attachment: Attachment) -> None:
-        """Unmaps a buffer whose draft went away."""
-        attachment.segment.close()
+        """Takes back a buffer whose draft went away. Device memory, which it may have open still, is used again."""
+        if attachment.memory.transport == CUDA_IPC:
+            self._spares[CUDA_IPC].append(attachment.memory)
+        else:
+            attachment.memory.close()
 
     def close_all(self) -> None:
-        """Unmaps all buffers at the end of the process, and takes away the names that are left."""
-        for segment in [self._spare, *(attachment.segment for attachment in self._attachments.values())]:
-            if segment is not None:
-                segment.close()
+        """Unmaps the host's memory at the end of the process, and takes away the names that are left."""
+        attached = [attachment.memory for attachment in self._attachments.values()]
+        for memory in [*self._spares.get(SHARED_MEMORY, []), *attached]:
+            if memory.transport == SHARED_MEMORY:
+                memory.close()
 
     def _attachment(self, sequence: Sequence) -> Attachment | None:
         """The buffer that the sequence's rows go into, if there is one and its reader has opened it."""
-        if sequence.aux.transport != common_pb2.TRANSPORT_SHARED_MEMORY:
-            return None
         attachment = self._attachments.get(sequence.aux.draft_instance_id)
-        return attachment if attachment is not None and attachment.opened else None
+        if attachment is None or not attachment.opened or attachment.memory.transport != sequence.aux.transport:
+            return None
+        return attachment

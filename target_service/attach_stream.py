@@ -8,6 +8,7 @@ from collections.abc import Callable
 import grpc
 
 from outrider.errors import InvalidArgument
+from outrider.shared_buffers import INLINE, TRANSPORT_NAMES
 from outrider.v1 import target_pb2
 from target_service.attach import Attachment, Buffers
 from target_service.commands import Detached
@@ -26,7 +27,8 @@ async def serve_attach(
         raise InvalidArgument("draft", "expected an AttachDraft with draft_instance_id as the first message")
     draft = first.draft
     attachment = buffers.attach(draft)
-    log.info("draft %s attached, %s", draft.draft_instance_id, "shared memory" if attachment else "inline")
+    transport = attachment.memory.transport if attachment else INLINE
+    log.info("draft %s attached, %s", draft.draft_instance_id, TRANSPORT_NAMES[transport])
     handles = [attachment.handle] if attachment else []
     try:
         await context.write(target_pb2.AttachResponse(target_instance_id=instance_id, buffers=handles))

@@ -7,13 +7,16 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from kernels.graphs import Graphs
 from kernels.kv_cache import KVCache
+from outrider import cuda_memory
 from outrider.checkpoint import Checkpoint
+from outrider.devices import choose_device, use_device
 from outrider.engine_thread import EngineThread
 from outrider.settings import parse_bytes
 from outrider.v1 import target_pb2
@@ -26,7 +29,7 @@ from target_service.metrics import TargetMetrics
 from target_service.models import Model, build_model
 from target_service.models.synthetic import synthetic_checkpoint
 from target_service.service import Target
-from target_service.settings import Settings, check_sizes, choose_device, size_cache
+from target_service.settings import Settings, check_sizes, size_cache
 from target_service.shared_weights import SharedWeights
 from target_service.tokenizer_files import TokenizerFiles
 from target_service.validation import CommandReader
@@ -48,17 +51,18 @@ class Loaded:
 def load_target(settings: Settings, instance_id: str, metrics: TargetMetrics, deliver: Callable[..., Any]) -> Loaded:
     """Loads the model and allocates its cache. Raises ValueError for a checkpoint or flag that does not fit."""
     device = choose_device(settings.device)
+    use_device(device)
     check_sizes(settings, device)  # now: a large model takes minutes to load
     script = settings.script
     checkpoint, tokenizer = _open(settings, device)
     model = build_model(checkpoint, device, settings.dtype)
     weights = SharedWeights(model)
     limits, num_pages = size_cache(settings, model, KVCache.page_size, device)
-    buffers = _buffers(settings, instance_id)
+    buffers = _buffers(settings, instance_id, device)
     metrics.watch_buffers(lambda: buffers.num_attached, lambda: buffers.num_unreleased)
     graphs: Graphs[Chosen] | None = Graphs(device) if settings.cuda_graphs and model.never_waits else None
     engine = TargetEngine(model, limits, num_pages, buffers, metrics, deliver, graphs, script)
-    thread: EngineThread[Command] = EngineThread(engine, "engine")
+    thread: EngineThread[Command] = EngineThread(engine, "engine", partial(use_device, device))
     info = _info(settings, instance_id, model, limits, num_pages * KVCache.page_size)
     info.transports.extend(buffers.transports)
     info.weights_fingerprint = weights.fingerprint
@@ -83,10 +87,11 @@ def _open(settings: Settings, device: torch.device) -> tuple[Checkpoint, Tokeniz
     return Checkpoint(settings.model), TokenizerFiles.read(settings.model)
 
 
-def _buffers(settings: Settings, instance_id: str) -> Buffers:
+def _buffers(settings: Settings, instance_id: str, device: torch.device) -> Buffers:
     """Raises OSError, naming the flag, where they cannot be had."""
+    size, group = parse_bytes(settings.shared_memory), settings.shared_memory_group or None
     try:
-        return Buffers(instance_id, parse_bytes(settings.shared_memory), settings.shared_memory_group or None)
+        return Buffers(instance_id, size, group, cuda_memory.sharing_device(device))
     except OSError as error:
         raise OSError(f"--shared-memory: {error}; 0 sends hidden states inline") from error
 

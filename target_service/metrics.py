@@ -11,14 +11,10 @@ from prometheus_client.registry import Collector
 
 from outrider.errors import DRAINING, PREEMPTED, QUEUE_FULL
 from outrider.metrics import Series
+from outrider.shared_buffers import TRANSPORT_NAMES
 from outrider.v1 import common_pb2
 from target_service.commands import Stats
 
-_TRANSPORTS = {
-    common_pb2.TRANSPORT_INLINE: "inline",
-    common_pb2.TRANSPORT_SHARED_MEMORY: "shared_memory",
-    common_pb2.TRANSPORT_CUDA_IPC: "cuda_ipc",
-}
 _REASONS = (PREEMPTED, QUEUE_FULL, DRAINING, "INVALID_ARGUMENT", "NOT_FOUND", "INTERNAL")
 _MAX_STEPS = 1000  # kept between two readings
 _ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -47,7 +43,7 @@ class TargetMetrics(Collector):
         self._step_sequences = series.histogram("step_batch_size", "Sequences in a step", _ROW_BUCKETS)
         self._errors = series.counters("sequence_errors", "Sequences that ended with an error", "reason", _REASONS)
         self._hidden = series.counters(
-            "hidden_state_bytes", "Bytes of auxiliary hidden states emitted", "transport", _TRANSPORTS.values()
+            "hidden_state_bytes", "Bytes of auxiliary hidden states emitted", "transport", TRANSPORT_NAMES.values()
         )
 
     def watch_load(
@@ -90,7 +86,7 @@ class TargetMetrics(Collector):
 
     def hidden_state_bytes(self, transport: common_pb2.Transport, size: int) -> None:
         """Rows were emitted."""
-        self._hidden[_TRANSPORTS[transport]].inc(size)
+        self._hidden[TRANSPORT_NAMES[transport]].inc(size)
 
     def watch_buffers(self, num_attached: Callable[[], int], num_unreleased: Callable[[], int]) -> None:
         """Asks these whenever the metrics are read."""

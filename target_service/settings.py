@@ -60,15 +60,6 @@ class Settings:
         return Script(self.synthetic_acceptance)
 
 
-def choose_device(device: str) -> torch.device:
-    """auto is cuda where there is one. Raises ValueError for what this machine lacks."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"--device: expected auto, cpu or cuda, found {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device: expected a CUDA device, found none")
-    return torch.device("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
-
-
 def cache_bytes(text: str, device: torch.device) -> int:
     """--kv-cache in bytes: a size such as 512MiB, or a fraction of the memory that is free now.
 

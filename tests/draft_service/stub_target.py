@@ -134,7 +134,7 @@ class StubTarget(target_pb2_grpc.TargetServiceServicer):
             if message.WhichOneof("message") == "opened":
                 assert self.segment is not None and self.writer is None
                 self.segment.unlink()
-                self.writer = SliceWriter(self.segment.view)
+                self.writer = SliceWriter(self.segment.bytes)
             else:
                 assert message.released.buffer_id == f"{self.info.instance_id}/1"
                 self.writer.release(message.released.generations)

@@ -58,7 +58,7 @@ from outrider.shared_slices import tensor_at
 segment = SharedSegment.open(sys.argv[1], 4096)
 print("open", flush=True)
 for line in sys.stdin:
-    print(tensor_at(segment.view, int(line), torch.float32, (2, 3)).tolist(), flush=True)
+    print(tensor_at(segment.bytes, int(line), torch.float32, (2, 3)).tolist(), flush=True)
 """
 
 
@@ -91,7 +91,7 @@ def test_no_room_says_how_much_is_wanted_and_free():
 
 
 def test_another_process_reads_what_is_written_even_after_unlink(segment):
-    writer = SliceWriter(segment.view)
+    writer = SliceWriter(segment.bytes)
     reader = start(READER, segment.name)
     try:
         assert reader.stdout.readline() == "open\n"
@@ -141,7 +141,7 @@ def test_a_reader_cannot_write(segment):
 def test_tensors_outlive_close(segment):
     segment.view[:4] = b"\x01\x02\x03\x04"
     reader = SharedSegment.open(segment.name, 4096)
-    tensor = tensor_at(reader.view, 0, torch.uint8, (4,))
+    tensor = tensor_at(reader.bytes, 0, torch.uint8, (4,))
     reader.close()
     reader.close()
     assert tensor.tolist() == [1, 2, 3, 4]

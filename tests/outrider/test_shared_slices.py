@@ -19,7 +19,7 @@ class Clock:
 
 def ring(size: int = 640) -> tuple[SliceWriter, Clock]:
     clock = Clock()
-    return SliceWriter(memoryview(bytearray(size)), clock), clock
+    return SliceWriter(torch.zeros(size, dtype=torch.uint8), clock), clock
 
 
 ACTIONS = st.lists(
@@ -129,9 +129,9 @@ def test_generations_that_were_never_handed_out_are_refused(generation):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool])
 def test_a_tensor_comes_out_as_it_went_in(dtype):
-    memory = bytearray(1000)
-    writer = SliceWriter(memoryview(memory))
-    reader = SliceReader({"t/0": memoryview(memory).toreadonly()})
+    memory = torch.zeros(1000, dtype=torch.uint8)
+    writer = SliceWriter(memory)
+    reader = SliceReader({"t/0": memory})
     for shape in [(3, 5), (0, 4), (2, 1, 7)]:
         tensor = torch.from_numpy(np.random.default_rng(0).integers(0, 2, shape)).to(dtype)
         granted = writer.write(tensor.mT.contiguous().mT, owner=1)  # not row-major in memory
@@ -141,7 +141,8 @@ def test_a_tensor_comes_out_as_it_went_in(dtype):
 
 
 def test_the_reader_checks_before_it_looks():
-    reader = SliceReader({"t/0": memoryview(bytearray(1000))})
+    memory = torch.zeros(1000, dtype=torch.uint8)
+    reader = SliceReader({"t/0": memory})
     assert len(reader.resolve(BufferSlice(buffer_id="t/0", offset=992), 8)) == 8
     for offset, num_bytes, field in [(992, 9, "offset"), (2**63, 1, "offset"), (4, 4, "offset"), (8, -1, "offset")]:
         with pytest.raises(InvalidArgument, match=field):
@@ -149,6 +150,6 @@ def test_the_reader_checks_before_it_looks():
     with pytest.raises(InvalidArgument, match=r"slice\.buffer_id"):
         reader.resolve(BufferSlice(buffer_id="t/1"), 8)
     with pytest.raises(InvalidArgument, match="expected 8 bytes inside a buffer of 1000"):
-        checked_slice(memoryview(bytearray(1000)), -8, 8)
+        checked_slice(memory, -8, 8)
     with pytest.raises(InvalidArgument, match="no negative dimension"):
-        tensor_at(memoryview(bytearray(1000)), 0, torch.float32, (-1, -1))
+        tensor_at(memory, 0, torch.float32, (-1, -1))

@@ -44,8 +44,8 @@ def test_a_malformed_tensor_names_its_field(message, field):
 
 
 def test_a_slice_is_read_where_it_lies():
-    memory = bytearray(torch.arange(6, dtype=torch.float32).numpy().tobytes())
+    memory = torch.arange(6, dtype=torch.float32).view(torch.uint8)
     slice_ = common_pb2.BufferSlice(buffer_id="a", offset=8, generation=1)
     message = tensors.reference(torch.float32, (2, 2), slice_)
-    rows = tensors.decode(message, "rows", lambda s, size: memoryview(memory)[s.offset : s.offset + size])
+    rows = tensors.decode(message, "rows", lambda s, size: memory[s.offset : s.offset + size])
     assert rows.tolist() == [[2.0, 3.0], [4.0, 5.0]]

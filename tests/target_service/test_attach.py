@@ -46,7 +46,7 @@ class Draft:
     async def open(self):
         (handle,) = self.response.buffers
         self.segment = SharedSegment.open(handle.handle.decode(), handle.size)
-        self.reader = SliceReader({handle.buffer_id: self.segment.view})
+        self.reader = SliceReader({handle.buffer_id: self.segment.bytes})
         await self._call.write(target_pb2.AttachRequest(opened={}))
         await asyncio.sleep(0.1)
 

@@ -157,7 +157,8 @@ def test_what_does_not_fit_is_refused_at_start_by_its_name(checkpoint, flags, wo
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"device": "tpu"}, "--device: expected auto, cpu or cuda, found 'tpu'"),
+        ({"device": "tpu"}, "--device: expected auto, cpu, cuda or cuda:N, found 'tpu'"),
+        ({"device": "cuda:99"}, "--device: expected a CUDA device with the index 99, found "),
         ({"dtype": "int8"}, "dtype: expected auto, float32 or bfloat16, found int8"),
         ({"kv_cache": "5kB"}, "--kv-cache: 5kB holds 0 pages"),
         ({"kv_cache": "much"}, "--kv-cache: expected a size such as 512MiB or 4GB, found 'much'"),
