@@ -10,7 +10,7 @@ import grpc
 
 from outrider.errors import OutriderError, Unavailable, abort
 from outrider.stream import PEER_GONE, serve_stream
-from outrider.v1 import target_pb2, target_pb2_grpc
+from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
 from target_service.attach import Buffers
 from target_service.attach_stream import serve_attach
 from target_service.encoding import verify_response
@@ -51,7 +51,11 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         """Sends the embedding or the head."""
         target = await self._loaded(context)
         try:
-            for message in target.weights.tensor(request.tensor).messages(request.offset):
+            tensor = target.weights.tensor(request.tensor)
+            if request.transport == common_pb2.TRANSPORT_CUDA_IPC and (handle := tensor.handle()) is not None:
+                yield handle
+                return
+            for message in tensor.messages(request.offset):
                 yield message
         except OutriderError as error:
             await abort(context, error)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from outrider.errors import InvalidArgument
+from outrider.shared_buffers import DeviceBuffer
 from outrider.tensors import DTYPE_NUMBERS, tensor_bytes
 from outrider.v1 import target_pb2
 from target_service.models import Model
@@ -22,9 +23,9 @@ class SharedWeights:
     """Tensors as the checkpoint stores them. A tied head is the embedding."""
 
     def __init__(self, model: Model) -> None:
-        embedding = SharedTensor(model.embed_weight)
+        embedding = SharedTensor(model.embed_weight, model.embed_memory)
         tied = model.config.tie_word_embeddings
-        head = embedding if tied else SharedTensor(model.head_weight)
+        head = embedding if tied else SharedTensor(model.head_weight, model.head_memory)
         self._tensors = {int(_EMBEDDING): embedding, int(_HEAD): head}
         self.fingerprint = _fingerprint([embedding] if tied else [embedding, head])
 
@@ -36,13 +37,22 @@ class SharedWeights:
 
 
 class SharedTensor:
-    """One tensor that is sent in chunks."""
+    """One tensor that is sent in chunks, or opened where it lies on the device."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, memory: DeviceBuffer | None = None) -> None:
+        self._memory = memory
         self.dtype = DTYPE_NUMBERS[tensor.dtype]
         self.shape = tuple(tensor.shape)
         self.data = tensor_bytes(tensor)
         self.sha256 = hashlib.sha256(self.data).hexdigest()
+
+    def handle(self) -> target_pb2.FetchSharedWeightsResponse | None:
+        """How to open all of it; None where it lies in no memory that another process can open."""
+        if self._memory is None:
+            return None
+        return target_pb2.FetchSharedWeightsResponse(
+            dtype=self.dtype, shape=self.shape, buffer=self._memory.handle(""), sha256=self.sha256
+        )
 
     def messages(self, offset: int) -> Iterator[target_pb2.FetchSharedWeightsResponse]:
         """All bytes from `offset` on, inline; the last message carries the digest of the whole tensor.

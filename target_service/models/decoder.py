@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from kernels.mlp_block import MlpBlock, mlp_block
 from kernels.moe_block import MoeBlock, moe_block
 from kernels.rms_norm import rms_norm
 from outrider.checkpoint import Checkpoint
+from outrider.shared_buffers import DeviceBuffer
 from target_service.models.batch import ForwardBatch, ForwardOutput
 from target_service.models.config import ModelConfig
 
@@ -41,13 +42,16 @@ class Model:
         layers: list[DecoderLayer],
         norm: torch.Tensor,
         head: PackedWeight,
+        shared: Mapping[str, DeviceBuffer],
     ) -> None:
+        """`shared`: on a device, the memory of embedding and head, which other processes can open."""
         self.config = config
         self._checkpoint = checkpoint
         self._embedding = embedding
         self._layers = layers
         self._norm = norm
         self._head = head
+        self._shared = shared
 
     @property
     def embed_weight(self) -> torch.Tensor:
@@ -58,6 +62,16 @@ class Model:
     def head_weight(self) -> torch.Tensor:
         """The output head [V, H] as the checkpoint stores it; the embedding where the two are tied."""
         return self._checkpoint.load(EMBEDDING if self.config.tie_word_embeddings else HEAD).cpu()
+
+    @property
+    def embed_memory(self) -> DeviceBuffer | None:
+        """The memory of the embedding on the device, the bytes of `embed_weight`, where other processes can open it."""
+        return self._shared.get(EMBEDDING)
+
+    @property
+    def head_memory(self) -> DeviceBuffer | None:
+        """The same of the head."""
+        return self._shared.get(EMBEDDING if self.config.tie_word_embeddings else HEAD)
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -74,14 +74,17 @@ def dense(weights: Weights, config: ModelConfig, prefix: str) -> MlpBlock:
 
 def assemble(weights: Weights, config: ModelConfig, layers: list[DecoderLayer]) -> Model:
     """Loads what stands outside the layers, and puts the model together."""
-    embedding = weights(EMBEDDING)
-    return Model(
-        config, weights.checkpoint, embedding, layers, weights("model.norm.weight"), _head(weights, config, embedding)
-    )
+    embedding = weights.shareable(EMBEDDING)
+    head, norm = _head(weights, config, embedding), weights("model.norm.weight")
+    return Model(config, weights.checkpoint, embedding, layers, norm, head, weights.shared)
 
 
 def _head(weights: Weights, config: ModelConfig, embedding: torch.Tensor) -> PackedWeight:
-    return pack_weight(embedding) if config.tie_word_embeddings else weights.linear(HEAD.removesuffix(".weight"))
+    if config.tie_word_embeddings:
+        return pack_weight(embedding)
+    head = pack_weight(weights.shareable(HEAD))
+    weights.checkpoint.release(HEAD)
+    return head
 
 
 def expected_attention(config: ModelConfig, prefix: str, bias: bool, head_norms: bool = False) -> Shapes:

@@ -6,6 +6,7 @@ into one: pages of the file are given back as soon as their tensor has been pack
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,10 +17,16 @@ import torch
 from kernels import triton_forms
 from kernels.linear import PackedWeight, pack_weight
 from kernels.mxfp4 import Mxfp4Weight
+from outrider import cuda_memory
 from outrider.checkpoint import Checkpoint, CheckpointError, TensorInfo
+from outrider.cuda_memory import CudaError
+from outrider.shared_buffers import DeviceBuffer
+from outrider.shared_slices import tensor_at
 
 if TYPE_CHECKING:
     from kernels.triton_forms.mxfp4 import PackedExperts
+
+log = logging.getLogger(__name__)
 
 # Buffers that old exporters wrote beside the weights; they follow from config.json.
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -61,6 +68,9 @@ class Weights:
         self.checkpoint = checkpoint
         self.device = device
         self.dtype = dtype
+        self.shared: dict[str, DeviceBuffer] = {}
+        """The memory of tensors that other processes can open."""
+        self._sharing = cuda_memory.sharing_device(device)
 
     def __contains__(self, name: str) -> bool:
         return name in self.checkpoint.tensors
@@ -71,6 +81,24 @@ class Weights:
         tensor = stored.to(self.device, self.dtype)
         if tensor is not stored:
             self.checkpoint.release(name)
+        return tensor
+
+    def shareable(self, name: str) -> torch.Tensor:
+        """Returns one tensor that drafts may want, on a device in memory of its own, which they can open.
+
+        There it is what the checkpoint stores, byte for byte; a tensor that is cast is not shared.
+        """
+        info = self.checkpoint.tensors[name]
+        if self._sharing is None or info.dtype != self.dtype:
+            return self(name)
+        try:
+            buffer = self.shared[name] = DeviceBuffer(self._sharing, info.num_bytes)
+        except CudaError as error:
+            log.warning("%s is not shared on the device: %s", name, error)
+            return self(name)
+        tensor = tensor_at(buffer.bytes, 0, info.dtype, info.shape)
+        tensor.copy_(self.checkpoint.load(name))
+        self.checkpoint.release(name)
         return tensor
 
     def raw(self, name: str) -> torch.Tensor:

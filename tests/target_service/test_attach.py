@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from outrider.shared_memory import SharedSegment
-from outrider.shared_slices import SliceReader
-from outrider.tensors import decode
 from outrider.v1 import common_pb2, target_pb2
 from tests.models import write_tiny_llama
 from tests.processes import Service
+from tests.target_service.attached_draft import Draft, advanced_after_prefill
 from tests.target_service.client import Client, rows
 
 PROMPT = list(range(5, 45))
@@ -26,51 +25,6 @@ def target(tmp_path_factory):
     flags = ["--model", checkpoint, "--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"]
     with Service("target_service", *flags, "--shared-memory", SIZE, "--step-tokens", 16) as service:
         yield service
-
-
-class Draft:
-    """A draft's side of Attach."""
-
-    def __init__(self, client, instance_id="draft-1", transports=(SHARED, INLINE)):
-        self.instance_id = instance_id
-        self._call = client.stub.Attach()
-        self._hello = target_pb2.AttachRequest(
-            draft={"draft_instance_id": instance_id, "transports": transports},
-        )
-
-    async def attach(self):
-        await self._call.write(self._hello)
-        self.response = await self._call.read()
-        return self.response
-
-    async def open(self):
-        (handle,) = self.response.buffers
-        self.segment = SharedSegment.open(handle.handle.decode(), handle.size)
-        self.reader = SliceReader({handle.buffer_id: self.segment.bytes})
-        await self._call.write(target_pb2.AttachRequest(opened={}))
-        await asyncio.sleep(0.1)
-
-    def read(self, event):
-        return decode(event.hidden_states.tensor, "rows", self.reader.resolve, copy=True)
-
-    async def release(self, *generations, buffer_id=None):
-        released = {"buffer_id": buffer_id or self.response.buffers[0].buffer_id, "generations": generations}
-        await self._call.write(target_pb2.AttachRequest(released=released))
-
-    async def detach(self):
-        await self._call.done_writing()
-        return await self._call.code()
-
-    @property
-    def aux(self):
-        return {"boundaries": [1, 4], "transport": SHARED, "draft_instance_id": self.instance_id}
-
-
-async def advanced_after_prefill(session, sequence):
-    prefilled = []
-    while (event := await session.event(sequence)).WhichOneof("event") == "prefilled":
-        prefilled.append(event.prefilled)
-    return prefilled, event.advanced
 
 
 async def test_slices_hold_what_inline_rows_hold(target):
