@@ -13,14 +13,16 @@ import typer
 from outrider import event_loop
 from outrider.security import DraftSecurity
 from outrider.settings import ConfigFile, Listen, LogLevel, MetricsListen, run_command, usage_error, with_options
+from outrider.synthetic_models import Synthetic, model_name
 
 
 @with_options(security=DraftSecurity)
 def draft(
     *,
     security: DraftSecurity,
-    model: Annotated[Path, typer.Option(help="Directory of the EAGLE-3 checkpoint.")],
     target: Annotated[str, typer.Option(help="Address of the target that it drafts for.")],
+    model: Annotated[Path | None, typer.Option(help="Directory of the EAGLE-3 checkpoint.", show_default=False)] = None,
+    synthetic: Synthetic = "",
     listen: Listen = "127.0.0.1:7102",
     metrics_listen: MetricsListen = "127.0.0.1:9102",
     name: Annotated[str, typer.Option(help="Label of metrics; by default the directory's name.")] = "",
@@ -50,6 +52,10 @@ def draft(
     """Proposes token chains from the target's hidden states."""
     if threads < 1:
         raise usage_error(f"--threads: expected at least 1, found {threads}")
+    try:
+        model_name(model, synthetic)
+    except ValueError as error:
+        raise usage_error(str(error)) from None
     os.environ["OMP_NUM_THREADS"] = str(threads)
     import torch
 
@@ -76,8 +82,10 @@ def draft(
             norm_output,
             draft_window,
             norm_before_residual,
+            synthetic,
         ).validated()
-        event_loop.run(DraftServer(settings, listen, metrics_listen, security, self_test=self_test).run(grace))
+        tested = self_test and model is not None  # random weights are right by chance
+        event_loop.run(DraftServer(settings, listen, metrics_listen, security, self_test=tested).run(grace))
     except (ValueError, OSError, OutriderError) as error:
         print(f"outrider draft: {error}", file=sys.stderr)
         raise typer.Exit(1) from None

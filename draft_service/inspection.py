@@ -81,11 +81,18 @@ def _describe_windows(windows: Sequence[int | None]) -> str:
 
 
 def inspect_draft(directory: str | os.PathLike[str], faults: Faults) -> InspectedDraft | None:
-    """Reads config and headers, and d2t. None, with faults, where the config says too little to go on.
+    """Reads config and headers, and d2t. Raises CheckpointError for a directory that is no checkpoint.
 
-    Raises CheckpointError for a directory that is no checkpoint, and for a draft of a kind that is not supported.
+    Otherwise as `inspect_checkpoint`.
     """
-    checkpoint = Checkpoint(directory)
+    return inspect_checkpoint(Checkpoint(directory), faults)
+
+
+def inspect_checkpoint(checkpoint: Checkpoint, faults: Faults) -> InspectedDraft | None:
+    """None, with faults, where the config says too little to go on.
+
+    Raises CheckpointError for a draft of a kind that is not supported.
+    """
     names = canonical_names(checkpoint.tensors, faults)
     family = recognise(checkpoint.config, names, str(checkpoint.directory))
     config = as_flat(checkpoint.config, names, faults) if family == SPECULATORS else checkpoint.config

@@ -12,15 +12,17 @@ import torch
 
 from draft_service.cache import DraftCache
 from draft_service.faults import Faults
-from draft_service.inspection import FittedDraft, InspectedDraft, fit, inspect_draft
+from draft_service.inspection import FittedDraft, InspectedDraft, fit, inspect_checkpoint
 from draft_service.model import DraftModel
 from draft_service.proposer import Proposer
 from draft_service.settings import Settings, parse_boundaries, size_cache, size_limits
 from draft_service.shared_tensors import SharedTensors
 from draft_service.sharing import TargetFacts
+from draft_service.synthetic import synthetic_checkpoint
 from draft_service.tokenizers import FILE as TOKENIZER
 from draft_service.tokenizers import check_tokenizer, own_vocabulary_sha256
 from draft_service.weights import load_weights, serving_dtype
+from outrider.checkpoint import Checkpoint
 from outrider.tokenizer_files import fetch_tokenizer
 from outrider.v1 import target_pb2, target_pb2_grpc
 
@@ -103,9 +105,13 @@ class Loader:
 
 
 def _inspect(settings: Settings) -> NamedDraft:
-    directory = settings.model.resolve()
+    if settings.model is None:
+        checkpoint: Checkpoint = synthetic_checkpoint(settings.synthetic, settings.torch_device)
+    else:
+        checkpoint = Checkpoint(settings.model.resolve())
+    directory = checkpoint.directory
     faults = Faults(str(directory))
-    draft = inspect_draft(directory, faults)
+    draft = inspect_checkpoint(checkpoint, faults)
     faults.raise_if_any()
     assert draft is not None
     flags = {"norm_output": settings.norm_output, "norm_before_residual": settings.norm_before_residual}

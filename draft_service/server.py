@@ -214,6 +214,7 @@ class DraftServer:
             vocab_size=draft.vocab_size,
             target_hidden_size=draft.target_hidden_size,
             vocabulary_sha256=loaded.draft.vocabulary_sha256,
+            synthetic=self._settings.model is None,
         )
 
     def _submit(self, commands: list[Command]) -> None:

@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 class Settings:
     """The flags of a draft. 0 stands for a value that the target decides, "auto" for one that the checkpoint does."""
 
-    model: Path
+    # A checkpoint's directory, or None for the draft of the synthetic model `synthetic`.
+    model: Path | None
     target: str
     name: str
     device: str
@@ -33,6 +34,7 @@ class Settings:
     norm_output: str
     draft_window: int = 0
     norm_before_residual: str = "auto"
+    synthetic: str = ""
 
     def validated(self) -> Settings:
         """The same. Raises ValueError, naming the flag, for a value that makes no sense."""

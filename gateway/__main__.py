@@ -22,6 +22,7 @@ from gateway.service import GatewayServicer
 from gateway.validation import Defaults
 from outrider import event_loop
 from outrider.channels import CLIENT_MESSAGE_BYTES, connection_age
+from outrider.credentials import is_local
 from outrider.engine_thread import SWITCH_INTERVAL
 from outrider.metrics import reload_gauge
 from outrider.security import GatewaySecurity
@@ -69,10 +70,15 @@ def gateway(
     connection_age_grace: Annotated[
         float, typer.Option(min=0, help="Seconds that running answers get to end on a connection past its age.")
     ] = 600.0,
+    allow_synthetic: Annotated[
+        bool, typer.Option("--allow-synthetic", help="For benchmarks: also pairs of random weights, on loopback only.")
+    ] = False,
     config: ConfigFile = None,
     log_level: LogLevel = "info",
 ) -> None:
     """Run the rounds between targets and drafts, and serve clients."""
+    if allow_synthetic and not is_local(listen):
+        raise usage_error(f"--allow-synthetic: expected --listen on a loopback address, found {listen}")
     configure_logging(log_level, "gateway")
     sys.setswitchinterval(SWITCH_INTERVAL)
     try:
@@ -86,7 +92,10 @@ def gateway(
     age = connection_age(max_connection_age, connection_age_grace)
     try:
         event_loop.run(
-            serve(pairs, file, listen, metrics_listen, security, defaults, draft_timeout, recover_within, grace, age)
+            serve(
+                *(pairs, file, listen, metrics_listen, security, defaults),
+                *(draft_timeout, recover_within, grace, age, allow_synthetic),
+            )
         )
     except (OSError, ValueError) as error:
         sys.exit(f"outrider gateway: {error}")
@@ -103,12 +112,13 @@ async def serve(
     recover_within: float,
     grace: float,
     front_options: Sequence[tuple[str, int]] = (),
+    allow_synthetic: bool = False,
 ) -> None:
     """Runs the gateway until a signal, and drains."""
     frame = ServiceFrame("gateway", SERVICE, listen, metrics_listen, security)
     metrics = GatewayMetrics(frame.registry)
     frame.registry.register(VllmNames(metrics))
-    fleet = Fleet(metrics, draft_timeout, security)
+    fleet = Fleet(metrics, draft_timeout, security, allow_synthetic)
     frame.registry.register(PeerSeries(fleet))
     core = Gateway(fleet, metrics, defaults, recover_within)
     frame.on_hangup = on_hangup(file, fleet, reload_gauge(frame.registry))

@@ -8,15 +8,17 @@ from outrider.v1 import common_pb2, draft_pb2, target_pb2
 INLINE = common_pb2.TRANSPORT_INLINE
 
 
-def check_target(target: target_pb2.GetTargetInfoResponse) -> None:
+def check_target(target: target_pb2.GetTargetInfoResponse, allow_synthetic: bool = False) -> None:
     """Raises FailedPrecondition for a target that no client may be served from."""
-    if target.synthetic:
+    if target.synthetic and not allow_synthetic:
         raise FailedPrecondition(f"target {target.model} is synthetic: it serves benchmarks, not clients", "synthetic")
     if not target.model or not target.vocab_size or not target.max_sequence_length:
         raise FailedPrecondition("target: expected a model name, a vocabulary and a longest sequence", "incomplete")
 
 
-def check_draft(draft: draft_pb2.GetDraftInfoResponse, target: target_pb2.GetTargetInfoResponse) -> None:
+def check_draft(
+    draft: draft_pb2.GetDraftInfoResponse, target: target_pb2.GetTargetInfoResponse, allow_synthetic: bool = False
+) -> None:
     """Raises FailedPrecondition that names every fault of a draft beside this target."""
     faults: dict[str, str] = {}
 
@@ -24,7 +26,9 @@ def check_draft(draft: draft_pb2.GetDraftInfoResponse, target: target_pb2.GetTar
         if not holds:
             faults[field] = f"expected {expected}, found {found}"
 
-    expect("synthetic", not draft.synthetic, "a draft that serves clients", "one that serves benchmarks")
+    expect(
+        "synthetic", allow_synthetic or not draft.synthetic, "a draft that serves clients", "one that serves benchmarks"
+    )
     expect(
         "weights_fingerprint",
         draft.weights_fingerprint in ("", target.weights_fingerprint),

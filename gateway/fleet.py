@@ -20,11 +20,21 @@ _POLL_SECONDS = 0.1
 class Fleet:
     """All targets, by the model that they serve. `configure` says which."""
 
-    def __init__(self, metrics: GatewayMetrics, draft_timeout: float | None, security: GatewaySecurity) -> None:
-        """Raises OSError or ValueError for a file that TLS or tokens cannot be made of."""
+    def __init__(
+        self,
+        metrics: GatewayMetrics,
+        draft_timeout: float | None,
+        security: GatewaySecurity,
+        allow_synthetic: bool = False,
+    ) -> None:
+        """`allow_synthetic`: targets and drafts of random weights, too, for benchmarks.
+
+        Raises OSError or ValueError for a file that TLS or tokens cannot be made of.
+        """
         self._to_targets, self._to_drafts = security.towards_target(), security.towards_draft()
         self._metrics = metrics
         self._draft_timeout = draft_timeout
+        self._allow_synthetic = allow_synthetic
         self._changed = asyncio.Event()
         self.targets: list[Target] = []
         self._leaving: set[asyncio.Task[None]] = set()
@@ -102,7 +112,7 @@ class Fleet:
     def _target(self, target: Target | None, pair: Pair) -> Target:
         """The target of a pair, with the pair's drafts and no others."""
         if target is None:
-            target = Target(pair.target, self._to_targets, self._metrics, self._change)
+            target = Target(pair.target, self._to_targets, self._metrics, self._change, self._allow_synthetic)
             target.start()
         known = {draft.address: draft for draft in target.drafts}
         target.drafts = [self._draft(known.pop(share.address, None), share, target) for share in pair.drafts]
@@ -113,7 +123,7 @@ class Fleet:
 
     def _draft(self, draft: Draft | None, share: DraftShare, target: Target) -> Draft:
         if draft is None:
-            draft = Draft(share, self._to_drafts, target, self._draft_timeout, self._change)
+            draft = Draft(share, self._to_drafts, target, self._draft_timeout, self._change, self._allow_synthetic)
             draft.start()
         draft.percent = share.percent
         return draft

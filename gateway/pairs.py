@@ -36,11 +36,13 @@ class Draft(Peer):
         target: Target,
         timeout: float | None,
         on_change: Callable[[], None],
+        allow_synthetic: bool = False,
     ) -> None:
         super().__init__(share.address, security, on_change)
         self.percent = share.percent  # of its target's requests
         self._target = target
         self._timeout = timeout
+        self._allow_synthetic = allow_synthetic
         self._stub = draft_pb2_grpc.DraftServiceStub(self.channel)
         self.info = draft_pb2.GetDraftInfoResponse()
         self.session: DraftSession | None = None
@@ -60,7 +62,7 @@ class Draft(Peer):
         """Checks that it fits its target, and holds a session with it."""
         await self._target.known.wait()
         self.info = await self._stub.GetDraftInfo(draft_pb2.GetDraftInfoRequest(), timeout=INFO_SECONDS)
-        check_draft(self.info, self._target.info)
+        check_draft(self.info, self._target.info, self._allow_synthetic)
         self.metrics = self._target.metrics.speculation(self.info.model, self.info.max_draft_tokens)
         if self.session is None or not self.session.alive:
             self.session = DraftSession(
@@ -96,9 +98,15 @@ class Target(Peer):
     service = "outrider.v1.TargetService"
 
     def __init__(
-        self, address: str, security: ClientSecurity, metrics: GatewayMetrics, on_change: Callable[[], None]
+        self,
+        address: str,
+        security: ClientSecurity,
+        metrics: GatewayMetrics,
+        on_change: Callable[[], None],
+        allow_synthetic: bool = False,
     ) -> None:
         super().__init__(address, security, on_change)
+        self._allow_synthetic = allow_synthetic
         self._gateway_metrics = metrics
         self._stub = target_pb2_grpc.TargetServiceStub(self.channel)
         self.info = target_pb2.GetTargetInfoResponse()
@@ -146,7 +154,7 @@ class Target(Peer):
     async def connect(self) -> None:
         """Learns what it serves, fetches the tokenizer once, and holds a session with it."""
         info = await self._stub.GetTargetInfo(target_pb2.GetTargetInfoRequest(), timeout=INFO_SECONDS)
-        check_target(info)
+        check_target(info, self._allow_synthetic)
         if info.tokenizer_sha256 and info.tokenizer_sha256 != self._tokenizer_sha256:
             self.tokenizer = ModelTokenizer(await fetch_tokenizer(self._stub))
         self._tokenizer_sha256 = info.tokenizer_sha256

@@ -62,6 +62,17 @@ def test_a_draft_that_fits() -> None:
     check_target(TARGET)
 
 
+def test_a_synthetic_pair_fits_where_benchmarks_are_allowed() -> None:
+    draft, target = changed(DRAFT, synthetic=True), target_pb2.GetTargetInfoResponse(synthetic=True)
+    target.MergeFrom(TARGET)
+    with pytest.raises(FailedPrecondition, match="target big is synthetic"):
+        check_target(target)
+    check_target(target, allow_synthetic=True)
+    check_draft(draft, target, allow_synthetic=True)
+    with pytest.raises(FailedPrecondition, match="hidden_size"):
+        check_draft(changed(draft, target_hidden_size=3), target, allow_synthetic=True)
+
+
 def test_every_fault_is_named() -> None:
     with pytest.raises(FailedPrecondition, match=r"vocab_size: .*; target_hidden_size: ") as raised:
         check_draft(changed(changed(DRAFT, vocab_size=1), target_hidden_size=2), TARGET)
