@@ -28,7 +28,7 @@ def draft(
     name: Annotated[str, typer.Option(help="Label of metrics; by default the directory's name.")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32 or bfloat16.")] = "auto",
-    kv_cache: Annotated[str, typer.Option(help="Memory of the draft's own cache, such as 256MiB.")] = "256MiB",
+    kv_cache: Annotated[str, typer.Option(help="Size such as 512MiB, or fraction of the device's memory.")] = "512MiB",
     max_draft_tokens: Annotated[int, typer.Option(help="Longest chain that it proposes.")] = 16,
     max_sequence_length: Annotated[int, typer.Option(help="Longest sequence that it drafts; 0: the target's.")] = 0,
     aux_boundaries: Annotated[str, typer.Option(help="Boundaries such as 2,15,27, whatever the config says.")] = "",

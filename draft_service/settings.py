@@ -12,7 +12,8 @@ from draft_service.model import DraftModel
 from draft_service.proposer import Limits
 from kernels.kv_cache import PAGE_SIZE
 from outrider.devices import choose_device
-from outrider.settings import parse_bytes
+from outrider.memory import check_fits, total_memory
+from outrider.settings import parse_memory
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +55,15 @@ class Settings:
         ):
             if number < 0:
                 raise ValueError(f"{flag}: expected 0 or more, found {number}")
-        if parse_bytes(self.kv_cache, "--kv-cache") < 1:
-            raise ValueError(f"--kv-cache: expected a size such as 256MiB, found {self.kv_cache!r}")
+        if self.cache_bytes < 1:
+            raise ValueError(f"--kv-cache: expected a size such as 512MiB, found {self.kv_cache!r}")
         parse_boundaries(self.aux_boundaries)
         return self
+
+    @property
+    def cache_bytes(self) -> int:
+        """--kv-cache in bytes. Raises ValueError that names the flag."""
+        return parse_memory(self.kv_cache, total_memory(self.torch_device), "--kv-cache")
 
     @property
     def torch_device(self) -> torch.device:
@@ -84,11 +90,13 @@ def size_limits(settings: Settings, target_max_sequence_length: int) -> Limits:
 def size_cache(settings: Settings, model: DraftModel, limits: Limits) -> int:
     """Pages of the cache. Raises ValueError where not even one sequence of the longest kind fits."""
     page_bytes = model.kv_bytes_per_token * PAGE_SIZE
-    num_pages = parse_bytes(settings.kv_cache) // page_bytes
+    num_pages = settings.cache_bytes // page_bytes
     needed = -(-limits.max_positions // PAGE_SIZE)
     if num_pages < needed:
         raise ValueError(
             f"--kv-cache: {settings.kv_cache} holds {num_pages} pages of {page_bytes} bytes; one sequence of "
             f"{limits.max_sequence_length} tokens needs {needed}; --max-sequence-length lowers that"
         )
+    if (device := settings.torch_device).type == "cuda":
+        check_fits("--kv-cache", num_pages * page_bytes, torch.cuda.memory_allocated(device), total_memory(device))
     return num_pages

@@ -43,7 +43,7 @@ def main(
     target: Annotated[Path, typer.Option(help="Directory of the target's checkpoint.")],
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32 or bfloat16.")] = "auto",
-    kv_cache: Annotated[str, typer.Option(help="Memory of the draft's own cache, such as 256MiB.")] = "256MiB",
+    kv_cache: Annotated[str, typer.Option(help="Size such as 512MiB, or fraction of the device's memory.")] = "512MiB",
     threads: Annotated[int, typer.Option(min=1, help="Threads of computations on a CPU.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of each shape.")] = 40,
 ) -> None:

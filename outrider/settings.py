@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 import shlex
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -164,6 +165,21 @@ def parse_bytes(text: str, flag: str = "") -> int:
     except (KeyError, ValueError):
         named = f"{flag}: " if flag else ""
         raise ValueError(f"{named}expected a size such as 512MiB or 4GB, found {text!r}") from None
+
+
+def parse_memory(text: str, total: int, flag: str = "") -> int:
+    """As `parse_bytes`; or a fraction such as 0.3 of `total` bytes, which are all that there are, free or not.
+
+    What happens to be free depends on who started first.
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        return parse_bytes(text, flag)
+    if not 0 < number < math.inf:
+        named = f"{flag}: " if flag else ""
+        raise ValueError(f"{named}expected a size such as 512MiB, or a fraction above 0, found {text!r}")
+    return int(number if number >= 1 else number * total)
 
 
 def utf8(name: str, text: str) -> str:

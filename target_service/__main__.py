@@ -49,7 +49,7 @@ def main(
     name: Annotated[str, typer.Option(help="Name that clients ask for; by default the directory's.")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32 or bfloat16.")] = "auto",
-    kv_cache: Annotated[str, typer.Option(help="Size such as 2GiB, or fraction of the free memory.")] = "0.3",
+    kv_cache: Annotated[str, typer.Option(help="Size such as 2GiB, or fraction of the device's memory.")] = "0.3",
     shared_memory: Annotated[str, typer.Option(help="Memory shared with each co-located draft; 0: none.")] = "32MiB",
     shared_memory_group: Annotated[str, typer.Option(help="Group of drafts that run as another user.")] = "",
     max_sequences: Annotated[int, typer.Option(min=1, help="Sequences held at once.")] = 64,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from kernels.scripted_acceptance import Script
-from outrider.settings import parse_bytes
+from outrider.memory import check_fits, total_memory
+from outrider.settings import parse_bytes, parse_memory
 from outrider.shared_memory import group_id
 from target_service.limits import Limits
 from target_service.models import Model
@@ -61,19 +61,11 @@ class Settings:
 
 
 def cache_bytes(text: str, device: torch.device) -> int:
-    """--kv-cache in bytes: a size such as 512MiB, or a fraction of the memory that is free now.
+    """--kv-cache in bytes: a size such as 512MiB, or a fraction of the device's whole memory.
 
     Raises ValueError that names the flag.
     """
-    try:
-        fraction = float(text)
-    except ValueError:
-        return parse_bytes(text, "--kv-cache")
-    if fraction >= 1:
-        return int(fraction)
-    if fraction <= 0:
-        raise ValueError(f"--kv-cache: expected a size or a fraction above 0, found {text!r}")
-    return int(fraction * _free_bytes(device))
+    return parse_memory(text, total_memory(device), "--kv-cache")
 
 
 def check_sizes(settings: Settings, device: torch.device) -> None:
@@ -98,6 +90,8 @@ def size_cache(settings: Settings, model: Model, page_size: int, device: torch.d
     wanted = settings.max_sequences * -(-(longest + settings.max_draft_tokens) // page_size)
     page_bytes = model.kv_bytes_per_token * page_size
     num_pages = min(cache_bytes(settings.kv_cache, device) // page_bytes, wanted)
+    if device.type == "cuda":
+        check_fits("--kv-cache", num_pages * page_bytes, torch.cuda.memory_allocated(device), total_memory(device))
     room = num_pages * page_size - settings.max_draft_tokens
     if settings.max_sequence_length and room < longest:
         raise ValueError(
@@ -118,9 +112,3 @@ def size_cache(settings: Settings, model: Model, page_size: int, device: torch.d
         step_tokens=settings.step_tokens or _STEP_TOKENS[device.type],
     )
     return limits, num_pages
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -35,7 +35,7 @@ def main(
     model: Annotated[Path, typer.Option(help="Checkpoint directory.")],
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32 or bfloat16.")] = "auto",
-    kv_cache: Annotated[str, typer.Option(help="Size such as 2GiB, or fraction of the free memory.")] = "0.3",
+    kv_cache: Annotated[str, typer.Option(help="Size such as 2GiB, or fraction of the device's memory.")] = "0.3",
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of each shape.")] = 60,
 ) -> None:
     """Time the target's step alone: a question on standard input, the answer on standard output."""

@@ -237,7 +237,10 @@ def test_an_address_without_a_port_is_refused(address: str) -> None:
     ("flags", "named"),
     [
         (["--target", "localhost"], "--target: expected HOST:PORT, found 'localhost'"),
-        (["--target", "localhost:1", "--kv-cache", "0.3"], "--kv-cache: expected a size such as 256MiB, found '0.3'"),
+        (
+            ["--target", "localhost:1", "--kv-cache", "-1"],
+            "--kv-cache: expected a size such as 512MiB, or a fraction above 0",
+        ),
         (["--target", "localhost:1", "--kv-cache", "much"], "--kv-cache: expected a size such as"),
     ],
 )

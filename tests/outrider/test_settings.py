@@ -4,10 +4,12 @@ import sys
 
 import pytest
 
-from outrider.settings import parse_bytes, read_options
+from outrider.memory import check_fits
+from outrider.settings import parse_bytes, parse_memory, read_options
 
 SCRIPT = """
 from typing import Annotated
+from outrider.memory import check_fits
 from outrider.settings import ConfigFile, LogLevel, run_command
 def command(
     config: ConfigFile = None,
@@ -100,3 +102,25 @@ def test_a_value_that_yaml_cannot_make_is_an_error_of_its_file(tmp_path, text, f
     file.write_text(text)
     with pytest.raises(ValueError, match=rf"^{file}: .*{found}"):
         read_options(file, {"kv_cache"})
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0.25", 250), ("0.999", 999), ("1", 1), ("300", 300), ("2e3", 2000), ("1kB", 1000), ("4KiB", 4096)],
+)
+def test_a_share_is_of_all_the_memory_there_is(text, size):
+    assert parse_memory(text, total=1000) == size
+
+
+@pytest.mark.parametrize("text", ["0", "-0.5", "nan", "inf", "much", "0.5GiBs"])
+def test_memory_that_makes_no_sense_is_refused_by_the_flag(text):
+    with pytest.raises(ValueError, match="--kv-cache: expected a size such as 512MiB"):
+        parse_memory(text, 1000, "--kv-cache")
+
+
+def test_a_cache_that_does_not_fit_beside_the_weights_is_refused():
+    check_fits("--kv-cache", 40, 60, 100)
+    with pytest.raises(
+        ValueError, match=r"--kv-cache: a cache of 24.0 GB beside 66.0 GB of weights does not fit into 80"
+    ):
+        check_fits("--kv-cache", 24 * 10**9, 66 * 10**9, 80 * 10**9)
