@@ -44,6 +44,7 @@ def draft(
     draft_window: Annotated[
         int, typer.Option(help="Positions that the draft attends to, the last so many; 0: all, or the config's own.")
     ] = 0,
+    cuda_graphs: Annotated[bool, typer.Option(help="Replay steps that draft chains as CUDA graphs.")] = True,
     threads: Annotated[int, typer.Option(help="Threads of computations on a CPU.")] = 1,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that open streams get after SIGTERM.")] = 30.0,
     log_level: LogLevel = "info",
@@ -83,6 +84,7 @@ def draft(
             draft_window,
             norm_before_residual,
             synthetic,
+            cuda_graphs,
         ).validated()
         tested = self_test and model is not None  # random weights are right by chance
         event_loop.run(DraftServer(settings, listen, metrics_listen, security, self_test=tested).run(grace))

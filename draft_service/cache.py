@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable
 import torch
 
 from draft_service.sequence import DraftSequence
-from kernels.kv_cache import KVCache
-from kernels.transfer import to_device
+from kernels import triton_forms
+from kernels.kv_cache import KVCache, table_width
 from outrider.pages import PageAllocator
 
 
@@ -59,8 +59,13 @@ class DraftCache:
         self.forget(victim)
         return victim
 
-    def tables(self, sequences: Collection[DraftSequence]) -> torch.Tensor:
-        """Page tables of the sequences, int32 [S, P]."""
-        tables = [sequence.table for sequence in sequences if sequence.table is not None]
+    def width(self, num_positions: int) -> int:
+        """Columns of page tables that are to be read for so many positions."""
+        narrows = triton_forms.wanted(self.kv.layers[0].keys)
+        return table_width(num_positions, self._table_width) if narrows else self._table_width
+
+    def tables(self, sequences: Collection[DraftSequence], width: int) -> torch.Tensor:
+        """The first columns of the sequences' page tables, int32 [S, width], in main memory."""
+        tables = [sequence.table[:width] for sequence in sequences if sequence.table is not None]
         assert len(tables) == len(sequences), "a sequence without pages"
-        return to_device(torch.stack(tables) if len(tables) > 1 else tables[0][None], self._device)
+        return torch.stack(tables) if len(tables) > 1 else tables[0][None]

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels import triton_forms
 from kernels.noise import VocabularyNoise
+from kernels.row_params import signed
+from kernels.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,24 @@ class ProposalSampling:
         return self.temperature == 0 and self.bias is None
 
 
+# Tensors of choose_rows, all [R].
+ROW_DTYPES = {"temperature": torch.float32, "seed": torch.int64, "noisy": torch.int32}
+
+
+def row_values(samplings: Sequence[ProposalSampling]) -> dict[str, list[float] | list[int]]:
+    """What they hold, by name: the seeds as int64 of the same bits, and whether each is used."""
+    return {
+        "temperature": [sampling.temperature for sampling in samplings],
+        "seed": [signed(sampling.seed or 0) for sampling in samplings],
+        "noisy": [int(sampling.noisy) for sampling in samplings],
+    }
+
+
 class Chooser:
     """Chooses for one draft vocabulary; `target_ids` are the target's ids of its tokens, int64 [Vd]."""
 
     def __init__(self, target_ids: torch.Tensor, vocab_size: int) -> None:
+        self._target_ids = target_ids
         self._noise = VocabularyNoise(target_ids)
         self._draft_ids = torch.full((vocab_size,), -1, dtype=torch.int64)
         self._draft_ids[target_ids.cpu()] = torch.arange(len(target_ids))
@@ -53,22 +70,49 @@ class Chooser:
     def choose(
         self, logits: torch.Tensor, samplings: Sequence[ProposalSampling], positions: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The chosen draft ids, int64 [R], and their probabilities, float32 [R], for logits [R, Vd].
+        """The chosen tokens' ids of the target, int64 [R], and their probabilities, float32 [R], for logits [R, Vd].
 
-        positions: of the tokens that are chosen. The probability is that of the softmax over the draft vocabulary
-        after bias and temperature (1 where greedy), without the noise. `logits` may be changed.
+        positions: of the rows, two before those of the tokens that they choose. The probability is that of the softmax
+        over the draft vocabulary after bias and temperature (1 where greedy), without the noise. `logits` may be
+        changed.
         """
         if all(sampling.plain for sampling in samplings):
-            chosen = logits.argmax(dim=1)
-            return chosen, _probabilities(logits, chosen)
+            return self._chosen(logits, logits)
         for row, sampling in zip(logits, samplings, strict=True):
             if sampling.bias is not None:
                 row.index_add_(0, *sampling.bias)
+        if triton_forms.wanted(logits):
+            values = {**row_values(samplings), "positions": positions}
+            dtypes = {**ROW_DTYPES, "positions": torch.int32}
+            columns = {name: to_device(torch.tensor(values[name], dtype=dtypes[name]), self._device) for name in values}
+            return self.choose_rows(logits, **columns)
+        for row, sampling in zip(logits, samplings, strict=True):
             if sampling.temperature > 0:
                 # From the largest down: a tiny temperature then gives -inf, never nan.
                 row.sub_(row.max()).div_(sampling.temperature)
-        chosen = self._with_noise(logits, samplings, positions).argmax(dim=1)
-        return chosen, _probabilities(logits, chosen)
+        return self._chosen(logits, self._with_noise(logits, samplings, positions))
+
+    def choose_rows(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        seed: torch.Tensor,
+        noisy: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`choose` without bias, with the parameters of rows as tensors [R]: see `row_values`; positions: int32."""
+        if triton_forms.wanted(logits):
+            from kernels.triton_forms import proposal as form
+
+            return form.propose(logits, self._target_ids, temperature, seed, noisy, positions)
+        rows = zip(temperature.tolist(), seed.tolist(), noisy.tolist(), strict=True)
+        samplings = [ProposalSampling(heat, number if is_noisy else None) for heat, number, is_noisy in rows]
+        return self.choose(logits, samplings, positions.tolist())
+
+    def _chosen(self, logits: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The token with the largest score of each row, and its probability by the logits."""
+        chosen = scores.argmax(dim=1)
+        return self._target_ids[chosen], logits.softmax(dim=1).gather(1, chosen[:, None])[:, 0]
 
     def _with_noise(
         self, logits: torch.Tensor, samplings: Sequence[ProposalSampling], positions: Sequence[int]
@@ -79,9 +123,5 @@ class Chooser:
         scores = logits.clone()
         for row, sampling, position in zip(scores, samplings, positions, strict=True):
             if sampling.noisy and sampling.seed is not None:
-                row += self._noise(sampling.seed, position).to(self._device)
+                row += self._noise(sampling.seed, position + 2).to(self._device)
         return scores
-
-
-def _probabilities(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    return logits.softmax(dim=1).gather(1, chosen[:, None])[:, 0]

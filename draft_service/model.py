@@ -19,6 +19,7 @@ import torch
 from draft_service.description import DraftDescription
 from draft_service.layers import FirstLayer, LaterLayer
 from draft_service.layout import D2T, EMBED, HEAD
+from kernels import triton_forms
 from kernels.attention_block import Rows
 from kernels.kv_cache import KVCache
 from kernels.linear import linear, pack_weight
@@ -73,6 +74,11 @@ class DraftModel:
         """Cache memory that one position takes."""
         draft = self.draft
         return 2 * draft.num_hidden_layers * draft.num_key_value_heads * draft.head_dim * self.dtype.itemsize
+
+    @property
+    def never_waits(self) -> bool:
+        """Whether a step is queued on a device from end to end, so that it can be captured."""
+        return self._embed.is_cuda and triton_forms.wanted(self._embed)
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
         """g [T, H] of the target's states [T, k * Ht]. Fed-back hidden states never pass here."""

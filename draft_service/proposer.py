@@ -6,28 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from draft_service.cache import DraftCache
 from draft_service.choice import Chooser
 from draft_service.model import DraftModel
-from draft_service.sequence import DraftSequence, NewRows
+from draft_service.static_steps import Drafted, StaticSteps, fits
+from draft_service.turn import Turn, chain_rows_last, places_of_rows
 from kernels.attention_block import Rows
+from kernels.graphs import Graphs
 from kernels.transfer import to_device, to_host, wait
-
-
-@dataclass(eq=False, slots=True)
-class Turn:
-    """One sequence's part in a step: its new rows, and the longest chain wanted (0: none).
-
-    The sequence holds pages for its rows and, beyond them, for num_tokens - 1 steps of the chain.
-    """
-
-    sequence: DraftSequence
-    rows: NewRows
-    num_tokens: int
-    min_confidence: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +42,15 @@ class Limits:
 class Proposer:
     """Runs steps of one draft model over one cache."""
 
-    def __init__(self, model: DraftModel, cache: DraftCache, limits: Limits) -> None:
+    def __init__(
+        self, model: DraftModel, cache: DraftCache, limits: Limits, graphs: Graphs[Drafted] | None = None
+    ) -> None:
+        """`graphs`: what steps of chains alone go through."""
         self.model = model
         self.cache = cache
         self.limits = limits
         self.chooser = Chooser(model.target_ids, model.draft.vocab_size)
+        self._static_steps = None if graphs is None else StaticSteps(model, cache, self.chooser, graphs)
 
     @torch.inference_mode()
     def step(self, turns: Sequence[Turn]) -> list[Chain]:
@@ -66,10 +58,16 @@ class Proposer:
 
         Waits for the device once, at the end: from then on the rows' states may be overwritten.
         """
+        if self._static_steps is not None and fits(turns):
+            packed = to_host(self._static_steps.run(turns))
+            wait(self.model.device)
+            return _read_chains(turns, [(tokens, bits.view(torch.float32)) for tokens, bits in packed])
         order = sorted(range(len(turns)), key=lambda index: -turns[index].num_tokens)
         longest_first = [turns[index] for index in order]
-        tables = self.cache.tables([turn.sequence for turn in longest_first])
-        starts = self._tensor([turn.sequence.start for turn in longest_first])
+        sequences = [turn.sequence for turn in longest_first]
+        width = self.cache.width(max(turn.sequence.end + turn.num_tokens for turn in turns))
+        tables = to_device(self.cache.tables(sequences, width), self.model.device)
+        starts = self._tensor([sequence.start for sequence in sequences])
         hidden, token_ids = self._take_in(longest_first, tables, starts)
         drafted = self._draft(longest_first, hidden, token_ids, tables, starts)
         drafted = [(to_host(tokens), to_host(probabilities)) for tokens, probabilities in drafted]
@@ -81,20 +79,16 @@ class Proposer:
         self, turns: list[Turn], tables: torch.Tensor, starts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores keys and values of all rows but those that chains begin with: of these, returns g and tokens."""
-        pieces = turns[0].rows.pieces if len(turns) == 1 else _chain_rows_last(turns)
+        pieces = chain_rows_last(turns)
         states = _joined([states for states, _ in pieces])
         states = states.to(self.model.device, non_blocking=True).to(self.model.dtype)
         tokens = [tokens for _, tokens in pieces]
         token_ids = torch.from_numpy(tokens[0] if len(tokens) == 1 else np.concatenate(tokens))
         token_ids = to_device(token_ids, self.model.device)
         hidden = self.model.project(states)
-        counts = [turn.rows.count - (turn.num_tokens > 0) for turn in turns]
-        count = sum(counts)
-        if count:
-            firsts = [turn.rows.first_position for turn in turns]
-            positions = [np.arange(first, first + n) for first, n in zip(firsts, counts, strict=True)]
-            sequences = np.arange(len(turns)).repeat(counts)
-            rows = Rows(self._tensor(np.concatenate(positions)), self._tensor(sequences), tables, starts)
+        positions, sequences = places_of_rows(turns)
+        if count := len(positions):
+            rows = Rows(self._tensor(positions), self._tensor(sequences), tables, starts)
             self.model.take_in(hidden[:count], token_ids[:count], rows, self.cache.kv)
         return hidden[count:], token_ids[count:]
 
@@ -115,30 +109,16 @@ class Proposer:
             count = sum(turn.num_tokens > step for turn in turns)
             if drafted and _all_unsure(turns[:count], drafted):
                 break
-            rows = Rows(positions[:count] + step, sequences[:count], tables, starts)
+            rows = Rows(positions[:count] + step, sequences[:count], tables, starts, num_chain_rows=count)
             outputs = self.model.forward(hidden[:count], token_ids[:count], rows, self.cache.kv)
             logits, hidden = self.model.head(outputs)
-            places = [end + 1 + step for end in ends[:count]]
-            chosen, probabilities = self.chooser.choose(logits, samplings[:count], places)
-            token_ids = self.model.target_ids[chosen]
+            places = [end - 1 + step for end in ends[:count]]
+            token_ids, probabilities = self.chooser.choose(logits, samplings[:count], places)
             drafted.append((token_ids, probabilities))
         return drafted
 
     def _tensor(self, numbers: Sequence[int] | np.ndarray | range) -> torch.Tensor:
         return to_device(torch.from_numpy(np.asarray(numbers, dtype=np.int32)), self.model.device)
-
-
-def _chain_rows_last(turns: list[Turn]) -> list[tuple[torch.Tensor, npt.NDArray[np.int64]]]:
-    """States and tokens of all turns' rows in order, but the last rows of those that want a chain at the end."""
-    others, last = [], []
-    for turn in turns:
-        pieces = turn.rows.pieces
-        if turn.num_tokens:
-            states, tokens = pieces[-1]
-            pieces = [*pieces[:-1], (states[:-1], tokens[:-1])]
-            last.append((states[-1:], tokens[-1:]))
-        others += pieces
-    return others + last
 
 
 def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
@@ -153,7 +133,7 @@ def _all_unsure(turns: list[Turn], drafted: list[tuple[torch.Tensor, torch.Tenso
     return all(c < turn.min_confidence for c, turn in zip(confidences.tolist(), turns, strict=True))
 
 
-def _read_chains(turns: list[Turn], drafted: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Chain]:
+def _read_chains(turns: Sequence[Turn], drafted: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Chain]:
     """The drafted tokens by sequence, each chain cut where its confidence falls too low."""
     token_rows = [tokens.tolist() for tokens, _ in drafted]
     probability_rows = [probabilities.tolist() for _, probabilities in drafted]

@@ -36,6 +36,8 @@ class Settings:
     draft_window: int = 0
     norm_before_residual: str = "auto"
     synthetic: str = ""
+    # Whether steps that draft chains are captured, on CUDA.
+    cuda_graphs: bool = True
 
     def validated(self) -> Settings:
         """The same. Raises ValueError, naming the flag, for a value that makes no sense."""

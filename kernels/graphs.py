@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 
 Output = TypeVar("Output")
@@ -49,11 +50,12 @@ class Columns:
         self.device = views(self._buffer)
         self._host = {name: column.numpy() for name, column in views(self._staging).items()}
 
-    def fill(self, name: str, values: Sequence[Any]) -> None:
+    def fill(self, name: str, values: Sequence[Any] | np.ndarray) -> None:
         """Sets a column's first entries; the rest of it repeats the last of them."""
         column, count = self._host[name], len(values)
         column[:count] = values
-        column[count:] = values[-1]
+        if count < len(column):
+            column[count:] = values[-1]
 
     def send(self) -> None:
         """Brings what was set to the device. It may be set anew once the device has been waited for."""

@@ -15,6 +15,7 @@ import torch
 from kernels.native import structs
 
 PAGE_SIZE = 64
+_FEWEST_COLUMNS = 8
 
 
 class LayerCache:
@@ -66,6 +67,17 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.zeros(shape, dtype=dtype, device=device)
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+def table_width(num_positions: int, most: int) -> int:
+    """Columns of a page table that hold so many positions: one of few numbers, at most `most`.
+
+    Kernels may start programs for every column, and a graph is captured for every width.
+    """
+    width = _FEWEST_COLUMNS
+    while width * PAGE_SIZE < num_positions:
+        width = width * 4 // 3 if width % 3 == 0 else width * 3 // 2
+    return min(width, most)
 
 
 def slots_of(page_tables: torch.Tensor, row_sequence: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

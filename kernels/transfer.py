@@ -10,8 +10,8 @@ import torch
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The CPU tensor on `device`; work that is queued there from now on finds it."""
-    if device.type != "cuda":
+    """The tensor on `device`; work that is queued there from now on finds it."""
+    if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 

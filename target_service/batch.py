@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 
 from kernels import triton_forms
-from kernels.kv_cache import PAGE_SIZE
+from kernels.kv_cache import table_width
 from kernels.transfer import to_device
 from target_service.models import ForwardBatch
 from target_service.scheduler import Work
 from target_service.sequence import Sequence
-
-_FEWEST_PAGES = 8
 
 
 class PageTables:
@@ -21,21 +19,13 @@ class PageTables:
         self.rows = torch.zeros(max_sequences, max_pages, dtype=torch.int32, device=device)
 
     def prepare(self, work: list[Work]) -> int:
-        """Writes the pages that sequences got since the last step. Returns how many columns these rows need.
-
-        Where programs are started for every column, of few different numbers the next; elsewhere all.
-        """
+        """Writes the pages that sequences got since the last step. Returns how many columns these rows are to read."""
         longest = 0
         for item in work:
             self._update(item.sequence)
             longest = max(longest, item.start + item.count)
         widest = self.rows.shape[1]
-        if not triton_forms.wanted(self.rows):
-            return widest
-        width = _FEWEST_PAGES
-        while width * PAGE_SIZE < longest:
-            width = width * 4 // 3 if width % 3 == 0 else width * 3 // 2
-        return min(width, widest)
+        return table_width(longest, widest) if triton_forms.wanted(self.rows) else widest
 
     def first(self, num_pages: int) -> torch.Tensor:
         """The first columns of all rows."""

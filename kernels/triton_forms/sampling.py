@@ -28,7 +28,7 @@ def choose(logits: torch.Tensor, params: RowParams) -> torch.Tensor:
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if not rows:
         return tokens
-    _largest_of_block[(blocks, rows)](logits, best, at, vocabulary, blocks, BLOCK=_BLOCK)
+    largest_of_block[(blocks, rows)](logits, best, at, vocabulary, blocks, BLOCK=_BLOCK)
     if not params.all_greedy:
         largest = best.amax(-1)  # NaN where a block has one
         borders, border_tokens = find_borders(logits, largest, params) if params.filters else (None, None)
@@ -72,7 +72,7 @@ def _lowest_of_largest(values, tokens):
 
 
 @triton.jit
-def _largest_of_block(logits, best, at, vocabulary, blocks, BLOCK: tl.constexpr):
+def largest_of_block(logits, best, at, vocabulary, blocks, BLOCK: tl.constexpr):
     block, row = tl.program_id(0), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(logits + row.to(tl.int64) * vocabulary + token, mask=token < vocabulary, other=float("-inf"))

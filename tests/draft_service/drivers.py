@@ -17,6 +17,7 @@ from draft_service.proposer import Chain, Limits, Proposer, Turn
 from draft_service.sequence import DraftSequence, Extend, take_rows
 from draft_service.sharing import TargetFacts
 from draft_service.weights import load_weights
+from kernels.graphs import Graphs
 
 GREEDY = ProposalSampling(temperature=0.0)
 TARGET = TargetFacts("tiny", vocab_size=320, hidden_size=64, num_layers=4)
@@ -31,6 +32,8 @@ def load_proposer(
     pages: int = 64,
     window: int | None = None,
     target_hidden_size: int = 64,
+    graphs: Graphs | None = None,
+    device: str = "cpu",
 ) -> Proposer:
     """A Proposer over the checkpoint; `shared` are the tensors that it takes from its target."""
     faults = Faults(str(directory))
@@ -39,10 +42,10 @@ def load_proposer(
     fitted = fit(draft, dataclasses.replace(TARGET, hidden_size=target_hidden_size), None, faults)
     faults.raise_if_any()
     limits = Limits(length, 16)
-    weights = load_weights(fitted, shared or {}, dtype, torch.device("cpu"))
+    weights = load_weights(fitted, shared or {}, dtype, torch.device(device))
     model = DraftModel(draft.description, weights, limits.max_positions, window)
-    cache = DraftCache(model.new_kv_cache(pages), limits.max_positions, torch.device("cpu"))
-    return Proposer(model, cache, limits)
+    cache = DraftCache(model.new_kv_cache(pages), limits.max_positions, torch.device(device))
+    return Proposer(model, cache, limits, graphs)
 
 
 def new_sequence(sampling: ProposalSampling = GREEDY) -> DraftSequence:

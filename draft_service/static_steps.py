@@ -1,0 +1,127 @@
+"""Steps that draft chains, over static tensors: on CUDA one graph for each shape, from new rows to the last token.
+
+Rows and sequences beyond those of the step repeat the last one. They compute what it computes and write the same keys
+and values to the same place, so that they change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from draft_service.cache import DraftCache
+from draft_service.choice import ROW_DTYPES, Chooser, row_values
+from draft_service.model import DraftModel
+from draft_service.turn import Turn, chain_rows_last, places_of_rows
+from kernels.attention_block import Rows
+from kernels.graphs import MOST_ROWS, Graphs, Layout, padded
+from kernels.transfer import to_device
+
+MOST_SEQUENCES = 64
+# Tokens and the bits of their probabilities, int32 [2, K, S].
+Drafted = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a graph is made for: rows taken in beside those that chains begin with, sequences, tokens, and pages."""
+
+    rows: int
+    sequences: int
+    tokens: int
+    pages: int
+
+
+def fits(turns: Sequence[Turn]) -> bool:
+    """Whether a step can go through static tensors: few rows, chains of one length, no bias."""
+    rows = sum(turn.rows.count for turn in turns)
+    return (
+        len(turns) <= MOST_SEQUENCES
+        and rows <= MOST_ROWS
+        and turns[0].num_tokens > 0
+        and all(turn.num_tokens == turns[0].num_tokens and turn.sequence.sampling.bias is None for turn in turns)
+    )
+
+
+class StaticSteps:
+    """Takes rows in and drafts chains, for turns that fit."""
+
+    def __init__(self, model: DraftModel, cache: DraftCache, chooser: Chooser, graphs: Graphs[Drafted]) -> None:
+        self._model = model
+        self._cache = cache
+        self._chooser = chooser
+        self._graphs = graphs
+        most, width = MOST_ROWS + MOST_SEQUENCES, model.draft.input_width
+        self._states = torch.zeros(most, width, dtype=model.dtype, device=model.device)
+
+    def run(self, turns: Sequence[Turn]) -> Drafted:
+        """Tokens and probabilities of all chains, and of sequences that repeat the last, until a step runs again."""
+        sequences, tokens = [turn.sequence for turn in turns], turns[0].num_tokens
+        pages = self._cache.width(max(sequence.end for sequence in sequences) + tokens)
+        positions, of_turn = places_of_rows(turns)
+        shape = Shape(padded(len(positions)), padded(len(turns)), tokens, pages)
+        step = self._graphs.step(shape, _layout(shape), lambda inputs: self._draft(shape, inputs))
+        pieces, taken_in = chain_rows_last(turns), len(positions)
+        token_ids = np.concatenate([token_ids for _, token_ids in pieces])
+        columns: dict[str, Sequence[Any] | np.ndarray] = {
+            "positions": positions,
+            "sequences": of_turn,
+            "token_ids": token_ids[:taken_in],
+            "last_ids": token_ids[taken_in:],
+            "lasts": [sequence.end - 1 for sequence in sequences],
+            "starts": [sequence.start for sequence in sequences],
+            "each": range(len(turns)),
+            "tables": self._cache.tables(sequences, pages).numpy(),
+            **row_values([sequence.sampling for sequence in sequences]),
+        }
+        for name, values in columns.items():
+            step.inputs.fill(name, values)
+        states = to_device(torch.cat([states for states, _ in pieces]), self._model.device)
+        self._fill_states(states[:taken_in], 0, shape.rows)
+        self._fill_states(states[taken_in:], shape.rows, shape.rows + shape.sequences)
+        return self._graphs.run(step)
+
+    def _fill_states(self, states: torch.Tensor, begin: int, end: int) -> None:
+        """Writes states to the static ones from `begin` on; up to `end` the last is repeated."""
+        filled = begin + len(states)
+        self._states[begin:filled] = states
+        if filled < end:
+            self._states[filled:end] = states[-1]
+
+    def _draft(self, shape: Shape, inputs: Mapping[str, torch.Tensor]) -> Drafted:
+        """What is captured."""
+        model, kv = self._model, self._cache.kv
+        tables, starts, count = inputs["tables"], inputs["starts"], shape.rows
+        hidden = model.project(self._states[: count + shape.sequences])
+        if count:
+            rows = Rows(inputs["positions"], inputs["sequences"], tables, starts, num_chain_rows=count)
+            model.take_in(hidden[:count], inputs["token_ids"], rows, kv)
+        hidden, token_ids = hidden[count:], inputs["last_ids"]
+        params = {name: inputs[name] for name in ROW_DTYPES}
+        drafted = []
+        for step in range(shape.tokens):
+            positions = inputs["lasts"] + step
+            rows = Rows(positions, inputs["each"], tables, starts, num_chain_rows=shape.sequences)
+            logits, hidden = model.head(model.forward(hidden, token_ids, rows, kv))
+            token_ids, probabilities = self._chooser.choose_rows(logits, positions=positions, **params)
+            drafted += [token_ids.int(), probabilities.view(torch.int32)]
+        return torch.stack(drafted).view(shape.tokens, 2, shape.sequences)
+
+
+def _layout(shape: Shape) -> Layout:
+    each_row, each_sequence = (shape.rows,), (shape.sequences,)
+    return {
+        "positions": (torch.int32, each_row),
+        "sequences": (torch.int32, each_row),
+        "token_ids": (torch.int64, each_row),
+        "last_ids": (torch.int64, each_sequence),
+        "lasts": (torch.int32, each_sequence),
+        "starts": (torch.int32, each_sequence),
+        "each": (torch.int32, each_sequence),
+        "tables": (torch.int32, (shape.sequences, shape.pages)),
+        **{name: (dtype, each_sequence) for name, dtype in ROW_DTYPES.items()},
+    }

@@ -1,0 +1,70 @@
+"""Steps through static tensors, as they are captured on CUDA: the chains of ordinary steps."""
+
+import pytest
+import torch
+
+from draft_service.choice import ProposalSampling
+from draft_service.proposer import Turn
+from draft_service.static_steps import fits
+from kernels.graphs import Graphs
+from tests.draft_service.drivers import load_proposer, new_sequence, turn
+from tests.drafts import draft_tensors, tiny_config, write_tiny_draft
+
+SHARED = {"embed_tokens.weight": draft_tensors(tiny_config(), 0)["embed_tokens.weight"]}
+SAMPLINGS = [
+    ProposalSampling(temperature=0.0),
+    ProposalSampling(temperature=0.7, seed=2**64 - 3),
+    ProposalSampling(temperature=1.0),
+]
+
+
+def rounds(proposer, numbers, tokens=3, context=11):
+    """The chains of rounds with so many sequences each, of five, which take in one to `tokens` + 1 rows a round."""
+    random = torch.Generator().manual_seed(1)
+    width = proposer.model.draft.input_width
+    sequences = [new_sequence(SAMPLINGS[index % 3]) for index in range(max(numbers))]
+
+    def part(sequence, rows, wanted) -> Turn:
+        states = torch.randn(rows, width, generator=random).to(proposer.model.device)
+        ids = torch.randint(320, (rows,), generator=random).tolist()
+        # Of the last chain some tokens were accepted: true states replace what it wrote.
+        return turn(proposer, sequence, sequence.end, states, ids, wanted)
+
+    for index, sequence in enumerate(sequences):
+        proposer.step([part(sequence, context + 17 * index, 0)])
+    chains = []
+    for number, count in enumerate(numbers):
+        turns = [
+            part(sequences[(number + i) % len(sequences)], 1 + (number + i) % (tokens + 1), tokens)
+            for i in range(count)
+        ]
+        assert fits(turns)
+        chains.append(proposer.step(turns))
+    return chains
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"layout": "A''", "num_hidden_layers": 2}, {"draft_vocab_size": 320}, {"norm_output": True}]
+)
+def test_chains_are_those_of_ordinary_steps(tmp_path, settings):
+    write_tiny_draft(tmp_path, **settings)
+    graphs = Graphs(torch.device("cpu"))
+    numbers = (1, 1, 3, 5, 9, 2, 1)
+    found = rounds(load_proposer(tmp_path, SHARED, graphs=graphs), numbers)
+    assert found == rounds(load_proposer(tmp_path, SHARED), numbers)
+    assert {shape.sequences for shape in graphs._steps} == {1, 2, 3, 5, 16}
+    assert max(shape.rows for shape in graphs._steps) > 8
+
+
+def test_what_does_not_fit(tmp_path):
+    proposer = load_proposer(write_tiny_draft(tmp_path), SHARED)
+
+    def one(rows, wanted, sampling=SAMPLINGS[0]):
+        return turn(proposer, new_sequence(sampling), 0, torch.zeros(rows, 192), [0] * rows, wanted)
+
+    bias = torch.tensor([3]), torch.tensor([1.0])
+    assert fits([one(1, 3), one(4, 3)])
+    assert not fits([one(3, 0)])
+    assert not fits([one(3, 3), one(3, 2)])
+    assert not fits([one(300, 3)])
+    assert not fits([one(1, 3, ProposalSampling(bias=bias))])
