@@ -119,8 +119,11 @@ class Graphs(Generic[Output]):
     def _capture(self, step: Step[Output]) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads may go on using CUDA meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            # Other threads may go on using CUDA. The outer `with` goes back from the stream of a capture that fails.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream(self._device)),
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
                 step.output = step.function(step.inputs.device)
         except RuntimeError:
             log.exception("a step cannot be captured: from now on steps run without graphs")

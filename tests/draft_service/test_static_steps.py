@@ -25,7 +25,7 @@ def rounds(proposer, numbers, tokens=3, context=11):
     sequences = [new_sequence(SAMPLINGS[index % 3]) for index in range(max(numbers))]
 
     def part(sequence, rows, wanted) -> Turn:
-        states = torch.randn(rows, width, generator=random).to(proposer.model.device)
+        states = torch.randn(rows, width, generator=random)
         ids = torch.randint(320, (rows,), generator=random).tolist()
         # Of the last chain some tokens were accepted: true states replace what it wrote.
         return turn(proposer, sequence, sequence.end, states, ids, wanted)
