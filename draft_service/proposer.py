@@ -12,7 +12,7 @@ from draft_service.cache import DraftCache
 from draft_service.choice import Chooser
 from draft_service.model import DraftModel
 from draft_service.static_steps import Drafted, StaticSteps, fits
-from draft_service.turn import Turn, chain_rows_last, places_of_rows
+from draft_service.turn import Turn, chain_rows_last, joined_states, places_of_rows
 from kernels.attention_block import Rows
 from kernels.graphs import Graphs
 from kernels.transfer import to_device, to_host, wait
@@ -80,8 +80,7 @@ class Proposer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores keys and values of all rows but those that chains begin with: of these, returns g and tokens."""
         pieces = chain_rows_last(turns)
-        states = _joined([states for states, _ in pieces])
-        states = states.to(self.model.device, non_blocking=True).to(self.model.dtype)
+        states = joined_states(pieces, self.model.device).to(self.model.dtype)
         tokens = [tokens for _, tokens in pieces]
         token_ids = torch.from_numpy(tokens[0] if len(tokens) == 1 else np.concatenate(tokens))
         token_ids = to_device(token_ids, self.model.device)
@@ -119,10 +118,6 @@ class Proposer:
 
     def _tensor(self, numbers: Sequence[int] | np.ndarray | range) -> torch.Tensor:
         return to_device(torch.from_numpy(np.asarray(numbers, dtype=np.int32)), self.model.device)
-
-
-def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _all_unsure(turns: list[Turn], drafted: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:

@@ -16,10 +16,9 @@ import torch
 from draft_service.cache import DraftCache
 from draft_service.choice import ROW_DTYPES, Chooser, row_values
 from draft_service.model import DraftModel
-from draft_service.turn import Turn, chain_rows_last, places_of_rows
+from draft_service.turn import Turn, chain_rows_last, joined_states, places_of_rows
 from kernels.attention_block import Rows
 from kernels.graphs import MOST_ROWS, Graphs, Layout, padded
-from kernels.transfer import to_device
 
 MOST_SEQUENCES = 64
 # Tokens and the bits of their probabilities, int32 [2, K, S].
@@ -80,7 +79,7 @@ class StaticSteps:
         }
         for name, values in columns.items():
             step.inputs.fill(name, values)
-        states = to_device(torch.cat([states for states, _ in pieces]), self._model.device)
+        states = joined_states(pieces, self._model.device)
         self._fill_states(states[:taken_in], 0, shape.rows)
         self._fill_states(states[taken_in:], shape.rows, shape.rows + shape.sequences)
         return self._graphs.run(step)

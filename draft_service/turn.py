@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from draft_service.sequence import DraftSequence, NewRows
+from kernels.transfer import to_device
 
 Pieces = list[tuple[torch.Tensor, npt.NDArray[np.int64]]]
 
@@ -46,6 +47,14 @@ def chain_rows_last(turns: Sequence[Turn]) -> Pieces:
             last.append((states[-1:], tokens[-1:]))
         others += pieces
     return others + last
+
+
+def joined_states(pieces: Pieces, device: torch.device) -> torch.Tensor:
+    """The states of all rows on `device`; some may have come through its memory, and some inline."""
+    states = [states for states, _ in pieces]
+    if len({one.device for one in states}) > 1:
+        states = [to_device(one, device) for one in states]
+    return to_device(states[0] if len(states) == 1 else torch.cat(states), device)
 
 
 def places_of_rows(turns: Sequence[Turn]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
