@@ -25,24 +25,25 @@ class FirstLayer:
         self._normed_residual = draft.norm_before_residual
         self._embed_norm = weights["layers.0.input_layernorm.weight"]
         self._hidden_norm = weights["layers.0.hidden_norm.weight"]
-        self._attention, self._mlp = _halves(draft, weights, 0, self._hidden_norm, rotary, window)
+        self.attention, self.mlp = _halves(draft, weights, 0, self._hidden_norm, rotary, window)
 
     def forward(self, hidden: torch.Tensor, embeds: torch.Tensor, rows: Rows, cache: LayerCache) -> torch.Tensor:
         """The layer's output, a tensor of its own."""
-        normed, inputs = self._inputs(hidden, embeds)
-        outputs = normed if self._normed_residual else hidden.clone()
-        attention_block(outputs, self._attention, rows, cache, inputs)
-        mlp_block(outputs, self._mlp)
+        inputs, residual = self.begin(hidden, embeds)
+        outputs = residual if self._normed_residual else residual.clone()
+        attention_block(outputs, self.attention, rows, cache, inputs)
+        mlp_block(outputs, self.mlp)
         return outputs
 
     def take_in(self, hidden: torch.Tensor, embeds: torch.Tensor, rows: Rows, cache: LayerCache) -> None:
         """Keys and values alone."""
-        write_keys_values(self._attention, rows, cache, self._inputs(hidden, embeds)[1])
+        write_keys_values(self.attention, rows, cache, self.begin(hidden, embeds)[0])
 
-    def _inputs(self, hidden: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The normalised hidden states [T, H], and embeddings and hidden states side by side [T, 2 H]."""
+    def begin(self, hidden: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normalised embeddings and hidden states side by side [T, 2 H], and the residual stream [T, H]."""
         normed = rms_norm(hidden, self._hidden_norm, self._eps)
-        return normed, torch.cat((rms_norm(embeds, self._embed_norm, self._eps), normed), dim=1)
+        inputs = torch.cat((rms_norm(embeds, self._embed_norm, self._eps), normed), dim=1)
+        return inputs, normed if self._normed_residual else hidden
 
 
 class LaterLayer:
@@ -57,16 +58,16 @@ class LaterLayer:
         window: int | None,
     ) -> None:
         norm = weights[f"layers.{index}.input_layernorm.weight"]
-        self._attention, self._mlp = _halves(draft, weights, index, norm, rotary, window)
+        self.attention, self.mlp = _halves(draft, weights, index, norm, rotary, window)
 
     def forward(self, x: torch.Tensor, rows: Rows, cache: LayerCache) -> None:
         """Turns the residual stream x [T, H] into the layer's output, in place."""
-        attention_block(x, self._attention, rows, cache)
-        mlp_block(x, self._mlp)
+        attention_block(x, self.attention, rows, cache)
+        mlp_block(x, self.mlp)
 
     def take_in(self, x: torch.Tensor, rows: Rows, cache: LayerCache) -> None:
         """Keys and values alone."""
-        block = self._attention
+        block = self.attention
         write_keys_values(block, rows, cache, rms_norm(x, block.norm, block.eps))
 
 

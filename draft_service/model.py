@@ -105,6 +105,24 @@ class DraftModel:
             layer.forward(outputs, rows, layer_cache)
         return outputs
 
+    def propose(
+        self, hidden: torch.Tensor, token_ids: torch.Tensor, rows: Rows, cache: KVCache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`head` of `forward`: logits, float32 [T, Vd], and what is fed back, [T, H]. On a device in fewer kernels."""
+        if not triton_forms.wanted(hidden):
+            return self.head(self.forward(hidden, token_ids, rows, cache))
+        from kernels.triton_forms import layer as form
+
+        layers: list[FirstLayer | LaterLayer] = [self._first, *self._later]
+        if not all(form.takes(rows, layer.mlp) for layer in layers):
+            return self.head(self.forward(hidden, token_ids, rows, cache))
+        norms = [*(layer.attention.norm for layer in self._later), self._norm]
+        normed, x = self._first.begin(hidden, self._embed[token_ids])
+        for layer, layer_cache, norm in zip(layers, cache.layers, norms, strict=True):
+            halves = layer.attention, layer.mlp
+            normed, x = form.decoder_layer(normed, x, *halves, rows, layer_cache, norm, self.draft.rms_norm_eps)
+        return self._logits(normed), normed if self.draft.norm_output else x
+
     def take_in(self, hidden: torch.Tensor, token_ids: torch.Tensor, rows: Rows, cache: KVCache) -> None:
         """Stores the keys and values of rows as `forward` does, without computing o."""
         embeds = self._embed[token_ids]
@@ -119,10 +137,13 @@ class DraftModel:
     def head(self, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits over the draft vocabulary, float32 [W, Vd], and what is fed back, [W, H], of outputs o [W, H]."""
         normed = rms_norm(outputs, self._norm, self.draft.rms_norm_eps)
+        return self._logits(normed), normed if self.draft.norm_output else outputs
+
+    def _logits(self, normed: torch.Tensor) -> torch.Tensor:
         logits = linear(normed, self._head, out_dtype=torch.float32)
         if self.draft.logit_scale != 1.0:
             logits *= self.draft.logit_scale
-        return logits, normed if self.draft.norm_output else outputs
+        return logits
 
 
 def _narrower(one: int | None, other: int | None) -> int | None:

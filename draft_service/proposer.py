@@ -109,8 +109,7 @@ class Proposer:
             if drafted and _all_unsure(turns[:count], drafted):
                 break
             rows = Rows(positions[:count] + step, sequences[:count], tables, starts, num_chain_rows=count)
-            outputs = self.model.forward(hidden[:count], token_ids[:count], rows, self.cache.kv)
-            logits, hidden = self.model.head(outputs)
+            logits, hidden = self.model.propose(hidden[:count], token_ids[:count], rows, self.cache.kv)
             places = [end - 1 + step for end in ends[:count]]
             token_ids, probabilities = self.chooser.choose(logits, samplings[:count], places)
             drafted.append((token_ids, probabilities))

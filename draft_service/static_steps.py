@@ -105,7 +105,7 @@ class StaticSteps:
         for step in range(shape.tokens):
             positions = inputs["lasts"] + step
             rows = Rows(positions, inputs["each"], tables, starts, num_chain_rows=shape.sequences)
-            logits, hidden = model.head(model.forward(hidden, token_ids, rows, kv))
+            logits, hidden = model.propose(hidden, token_ids, rows, kv)
             token_ids, probabilities = self._chooser.choose_rows(logits, positions=positions, **params)
             drafted += [token_ids.int(), probabilities.view(torch.int32)]
         return torch.stack(drafted).view(shape.tokens, 2, shape.sequences)

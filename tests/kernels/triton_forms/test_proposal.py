@@ -1,5 +1,6 @@
 """The draft on the device's route: its choice of tokens, and whole steps through static tensors."""
 
+import pytest
 import torch
 
 from draft_service.choice import Chooser, ProposalSampling
@@ -44,8 +45,11 @@ def test_a_row_that_is_not_a_number_proposes_some_token(random):
     assert 0 <= Chooser(torch.arange(KEPT, device=DEVICE), KEPT).choose(logits, [sampling], [3])[0].item() < KEPT
 
 
-def test_steps_through_static_tensors(tmp_path):
-    write_tiny_draft(tmp_path)
+@pytest.mark.parametrize(
+    "settings", [{}, {"layout": "A''", "num_hidden_layers": 2, "norm_output": True}, {"norm_before_residual": True}]
+)
+def test_steps_through_static_tensors(tmp_path, settings):
+    write_tiny_draft(tmp_path, **settings)
     with native.form("torch"):
         expected = rounds(load_proposer(tmp_path, SHARED), (3, 1), tokens=2, context=3)
     graphs = Graphs(torch.device(DEVICE))
