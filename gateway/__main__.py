@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -29,6 +30,8 @@ from outrider.security import GatewaySecurity
 from outrider.server import ServiceFrame, configure_logging
 from outrider.settings import ConfigFile, Listen, LogLevel, MetricsListen, run_command, usage_error, with_options
 from outrider.v1 import gateway_pb2_grpc
+
+log = logging.getLogger(__name__)
 
 SERVICE = "outrider.v1.GatewayService"
 
@@ -80,6 +83,8 @@ def gateway(
     if allow_synthetic and not is_local(listen):
         raise usage_error(f"--allow-synthetic: expected --listen on a loopback address, found {listen}")
     configure_logging(log_level, "gateway")
+    if allow_synthetic:
+        log.warning("--allow-synthetic: pairs of random weights are served, too; for benchmarks only")
     sys.setswitchinterval(SWITCH_INTERVAL)
     try:
         pairs = parse_pairs(pair)

@@ -1,8 +1,13 @@
-"""Times of device work, and the bandwidth that they are compared with."""
+"""Times of device work, and the bandwidth that they are compared with.
+
+`python -m kernels.bench.measure [cpu|cuda]` prints that bandwidth as JSON; without a word, of CUDA where there is one.
+"""
 
 from __future__ import annotations
 
+import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -10,6 +15,7 @@ import torch
 
 _REPLAYS = 30
 _WARM_UP = 3
+_TIMES = 5
 
 
 def median_seconds(calls: Sequence[Callable[[], object]], device: torch.device) -> float:
@@ -51,9 +57,21 @@ def _captured(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
 
 def bandwidth(device: torch.device) -> dict[str, float]:
     """Bytes a second of reads (a sum) and of copies (reads and writes), of more data than the cache holds."""
-    size = 2**30 if device.type == "cuda" else 2**24
+    size = 2**30 if device.type == "cuda" else 2**26
     source = torch.ones(size, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    reads = median_seconds([lambda: source.sum()], device)
-    copies = median_seconds([lambda: target.copy_(source)], device)
+    reads = statistics.median(median_seconds([lambda: source.sum()], device) for _ in range(_TIMES))
+    copies = statistics.median(median_seconds([lambda: target.copy_(source)], device) for _ in range(_TIMES))
     return {"read": source.nbytes / reads, "copy": 2 * source.nbytes / copies}
+
+
+def main() -> None:
+    """Measures the bandwidth of the device that the arguments name."""
+    named = sys.argv[1:] or ["cuda" if torch.cuda.is_available() else "cpu"]
+    device = torch.device(named[0])
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "main memory"
+    print(json.dumps({"device": name, "threads": torch.get_num_threads(), **bandwidth(device)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -143,14 +143,15 @@ async def measure(
     requests: Sequence[gateway_pb2.GenerateRequest],
     concurrency: int,
     draft_tokens: int | None,
+    about: str = "",
 ) -> Measurement:
     """Sends all requests, `concurrency` at a time, and says on standard error how fast they were answered.
 
-    The first error ends it and is raised.
+    `about` is said before each line. The first error ends it and is raised.
     """
     waiting = iter(requests)
     finished: list[Generation] = []
-    label = "K default" if draft_tokens is None else f"K = {draft_tokens}"
+    label = about + ("K default" if draft_tokens is None else f"K = {draft_tokens}")
 
     async def work(progress: Progress) -> None:
         for template in waiting:

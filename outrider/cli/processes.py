@@ -91,12 +91,22 @@ class ServiceProcess:
         self._ready.set()
 
 
+@dataclass(frozen=True)
+class Synthetic:
+    """A model of random weights, by its name."""
+
+    name: str
+
+
+Served = Path | Synthetic  # a checkpoint's directory, or no checkpoint at all
+
+
 @dataclass
 class PairOptions:
     """What to serve, and further flags for each service. `draft` None serves the target alone."""
 
-    target: Path
-    draft: Path | None
+    target: Served
+    draft: Served | None
     listen: str = "127.0.0.1:0"
     metrics_listen: str = "127.0.0.1:0"
     target_flags: Sequence[str] = ()
@@ -124,7 +134,7 @@ class Pair:
         """Starts each service when the one before is ready. Raises ServiceFailed where one ends instead."""
         options = self._options
         try:
-            await self._start("target", "--model", str(options.target), *_private(), *options.target_flags)
+            await self._start("target", *_model(options.target), *_private(), *options.target_flags)
             pair = self["target"].address
             if options.draft is not None:
                 await self.start_draft()
@@ -148,7 +158,9 @@ class Pair:
     async def start_draft(self) -> None:
         """Starts the draft, or starts it again where it listened before: the gateway looks for it there."""
         address = self["draft"].address if "draft" in self._services else "127.0.0.1:0"
-        model = ["--model", str(self._options.draft), "--target", self["target"].address]
+        draft = self._options.draft
+        assert draft is not None, "no draft to start"
+        model = [*_model(draft), "--target", self["target"].address]
         await self._start("draft", *model, *_private(address), *self._options.draft_flags)
 
     async def _start(self, name: str, *flags: str) -> None:
@@ -170,6 +182,11 @@ class Pair:
         for name in ("gateway", "draft", "target"):
             if name in self._services:
                 await self[name].stop()
+
+
+def _model(served: Served) -> list[str]:
+    """The flags that say what a service serves."""
+    return ["--synthetic", served.name] if isinstance(served, Synthetic) else ["--model", str(served)]
 
 
 def child_environment() -> dict[str, str]:

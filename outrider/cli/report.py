@@ -13,6 +13,7 @@ from typing import Any
 from outrider.cli.load import Measurement
 from outrider.cli.speed import Speed
 from outrider.cli.statistics import percentile, positions
+from outrider.cli.synthetic import SyntheticBench
 
 
 def machine() -> dict[str, Any]:
@@ -77,6 +78,53 @@ def speed_table(speed: Speed) -> str:
             _stage_table(speed),
         ]
     )
+
+
+def synthetic_table(bench: SyntheticBench) -> str:
+    """What is synthetic, the machine, and one line for each K beside the floor that the bandwidth sets."""
+    about, bandwidth = machine(), bench.bandwidth
+    header = [
+        *("K", "streams", "length", "verify", "floor", "x floor", "draft", "floor", "x floor", "round"),
+        *("outside", "share", "TTFT p50", "decode tok/s", "output tok/s"),
+    ]
+    rows = []
+    for row in bench.rows:
+        floors = row.target_bytes.total / bench.reads, row.draft_bytes / bench.reads
+        rows.append(
+            [
+                str(row.measurement.draft_tokens),
+                str(row.streams),
+                f"{row.measurement.acceptance.length:.2f}",
+                *_beside_floor(row.verify, floors[0]),
+                *_beside_floor(row.draft, floors[1]),
+                _milliseconds(row.round),
+                _milliseconds(row.outside),
+                f"{row.outside_share:.0%}",
+                _milliseconds(percentile(row.measurement.times_to_first_token, 0.5)),
+                f"{row.decode_speed:.1f}",
+                f"{row.measurement.tokens_per_second:.1f}",
+            ]
+        )
+    generations = bench.rows[0].measurement.generations if bench.rows else []
+    lengths = f"{len(generations[0].prompt_token_ids)} in, {len(generations[0].token_ids)} out" if generations else ""
+    return "\n".join(
+        [
+            f"synthetic {bench.model}: random weights; chains are accepted by a script, mean length "
+            f"{bench.acceptance:g}; {lengths}. Speeds only: nothing is said of any answer.",
+            f"{about['date']}; {about['cpu']}, {about['cores']} cores; torch {about['torch']}; {bandwidth['device']}: "
+            f"reads {bandwidth['read'] / 1e9:,.1f} GB/s, copies {bandwidth['copy'] / 1e9:,.1f} GB/s, in this run",
+            _table(header, rows),
+            "floor: bytes that the step reads, by the config and with experts chosen evenly, over the bandwidth of "
+            "reads; draft: the whole chain.",
+            "verify, draft, outside: means by the services' clocks; round: as the client has it, the median request's. "
+            "decode: all streams, after the first tokens; output: first tokens' time counted in.",
+        ]
+    )
+
+
+def _beside_floor(seconds: float, floor: float) -> list[str]:
+    """Time, floor, and how many times the floor it is; empty where nothing is to be done."""
+    return [_milliseconds(seconds), _milliseconds(floor), f"{seconds / floor:.2f}"] if floor else [""] * 3
 
 
 def _stage_table(speed: Speed) -> str:

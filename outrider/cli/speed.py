@@ -11,7 +11,7 @@ import json
 import sys
 import urllib.request
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,16 +90,24 @@ async def take_apart(
         result = Speed([])
         for chain in chains:
             await client.generate(stub, load.with_chain(warm_up, chain))
-            before = await asyncio.to_thread(_stage_totals, pair["gateway"].metrics)
-            result.measurements.append(await load.measure(stub, requests, 1, chain))
-            after = await asyncio.to_thread(_stage_totals, pair["gateway"].metrics)
-            gained = {name: after[name] - before[name] for name in after}
-            if rounds := gained.pop(_ROUNDS, 0.0):
-                result.stages[chain] = {stage: seconds / rounds for stage, seconds in gained.items()}
+            measurement, stages = await with_stages(load.measure(stub, requests, 1, chain), pair["gateway"].metrics)
+            result.measurements.append(measurement)
+            if stages:
+                result.stages[chain] = stages
     await _time_steps(options, boundaries, result)
     if transformers:
         await _time_transformers(options, requests[0].max_new_tokens, result)
     return result
+
+
+async def with_stages(measuring: Awaitable[Measurement], metrics_address: str) -> tuple[Measurement, dict[str, float]]:
+    """A measurement, and the mean seconds of its rounds' stages by the services' own clocks; none without rounds."""
+    before = await asyncio.to_thread(_stage_totals, metrics_address)
+    measurement = await measuring
+    after = await asyncio.to_thread(_stage_totals, metrics_address)
+    gained = {name: after[name] - before[name] for name in after}
+    rounds = gained.pop(_ROUNDS, 0.0)
+    return measurement, {stage: seconds / rounds for stage, seconds in gained.items()} if rounds else {}
 
 
 def _stage_totals(metrics_address: str) -> dict[str, float]:
@@ -133,7 +141,7 @@ async def _time_steps(options: PairOptions, boundaries: Sequence[int], result: S
         flags["draft"] = ["--model", str(options.draft), "--target", str(options.target), *options.draft_flags]
     seconds = {"draft": [0.0] * len(loads)}
     for name in flags:
-        answer = await _ask(f"{name}_service.step_time", flags[name], question)
+        answer = await ask(f"{name}_service.step_time", flags[name], question)
         seconds[name], result.threads[name] = answer["seconds"], answer["threads"]
     for index, (chain, measurement) in enumerate(loads.items()):
         wall = percentile(measurement.gaps, 0.5)
@@ -151,12 +159,12 @@ async def _time_transformers(options: PairOptions, max_new_tokens: int, result: 
     """Has transformers generate from the tokens that the services were given."""
     prompts = [generation.prompt_token_ids for generation in result.measurements[0].generations]
     question = {"prompts": prompts, "max_new_tokens": max_new_tokens}
-    answer = await _ask("outrider.cli.transformers_speed", ["--model", str(options.target)], question)
+    answer = await ask("outrider.cli.transformers_speed", ["--model", str(options.target)], question)
     result.transformers = answer["tokens"] / answer["seconds"]
     result.threads["transformers"] = answer["threads"]
 
 
-async def _ask(module: str, flags: Sequence[str], question: dict[str, Any]) -> Any:
+async def ask(module: str, flags: Sequence[str], question: dict[str, Any]) -> Any:
     """Runs a measuring module as a process: JSON in on standard input, JSON out on standard output."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,

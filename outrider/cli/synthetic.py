@@ -1,0 +1,181 @@
+"""`outrider bench --synthetic`: a pair of random weights, and its steps beside the floor that memory sets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from outrider.cli import client, load, speed
+from outrider.cli.floor import StepBytes, draft_round, target_step
+from outrider.cli.load import Measurement
+from outrider.cli.processes import Pair, PairOptions, Synthetic
+from outrider.cli.roofline import Point, roofline
+from outrider.cli.statistics import decode_speed, percentile
+from outrider.synthetic_models import SyntheticModel, synthetic_model
+from outrider.v1 import gateway_pb2, gateway_pb2_grpc
+
+_WARM_UP_TOKENS = 32
+ACCEPTANCE_FLAG = "--synthetic-acceptance"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One K. Bytes are those of a step, or of the draft's whole round; times are seconds, means of a round's stages."""
+
+    measurement: Measurement
+    streams: int
+    context: int
+    target_bytes: StepBytes
+    draft_bytes: float
+    stages: dict[str, float]
+
+    @property
+    def verify(self) -> float:
+        """The target's step."""
+        return self.stages.get("verify", 0.0)
+
+    @property
+    def draft(self) -> float:
+        """The draft's whole chain."""
+        return self.stages.get("draft", 0.0)
+
+    @property
+    def outside(self) -> float:
+        """What a round takes beyond the two models."""
+        return sum(self.stages.values()) - self.verify - self.draft
+
+    @property
+    def outside_share(self) -> float:
+        """Of the whole round."""
+        whole = sum(self.stages.values())
+        return self.outside / whole if whole else 0.0
+
+    @property
+    def round(self) -> float:
+        """As the client has it: of each request the mean time between two messages, and of these the median."""
+        generations = [generation for generation in self.measurement.generations if len(generation.arrivals) > 1]
+        return percentile((g.decode_seconds / (len(g.arrivals) - 1) for g in generations), 0.5)
+
+    @property
+    def decode_speed(self) -> float:
+        """Tokens a second of all streams together, after the first tokens."""
+        return self.streams * decode_speed(self.measurement.generations)
+
+    def as_json(self, bandwidth: float) -> dict[str, Any]:
+        """All figures."""
+        floors = {"target": self.target_bytes.total / bandwidth, "draft": self.draft_bytes / bandwidth}
+        return {
+            **self.measurement.as_json(),
+            "streams": self.streams,
+            "context": self.context,
+            "bytes": {"target": asdict(self.target_bytes), "draft": self.draft_bytes},
+            "floor": floors,
+            "stages": self.stages,
+            "verify": self.verify,
+            "verify_over_floor": self.verify / floors["target"],
+            "draft": self.draft,
+            "draft_over_floor": self.draft / floors["draft"] if floors["draft"] else None,
+            "outside": self.outside,
+            "outside_share": self.outside_share,
+            "decode_tokens_per_second": self.decode_speed,
+            "output_tokens_per_second": self.measurement.tokens_per_second,
+        }
+
+
+@dataclass
+class SyntheticBench:
+    """What was found. `bandwidth`: bytes a second, measured in this run before the pair was started, and of what."""
+
+    model: str
+    acceptance: float
+    bandwidth: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def reads(self) -> float:
+        """Bytes a second that can be read."""
+        return float(self.bandwidth["read"])
+
+    def as_json(self) -> dict[str, Any]:
+        """All figures; times in seconds."""
+        return {
+            "synthetic": self.model,
+            "synthetic_acceptance": self.acceptance,
+            "bandwidth": self.bandwidth,
+            "rows": [row.as_json(self.reads) for row in self.rows],
+        }
+
+
+def picture(bench: SyntheticBench) -> str:
+    """The roofline of all K: the target's steps, and the draft's rounds."""
+    points = [
+        point
+        for row in bench.rows
+        for point in (
+            Point("target", f"K={row.measurement.draft_tokens}", row.target_bytes.total, row.verify),
+            Point("draft", f"K={row.measurement.draft_tokens}", row.draft_bytes, row.draft),
+        )
+        if point.bytes and point.seconds
+    ]
+    title = f"synthetic {bench.model}: bytes against time"
+    device = f"{bench.bandwidth['device']}, its bandwidth of reads dashed"
+    return roofline(points, bench.reads, title, f"{device}; acceptance by script, mean length {bench.acceptance:g}")
+
+
+async def run(
+    options: PairOptions,
+    acceptance: float,
+    requests: Sequence[gateway_pb2.GenerateRequest],
+    streams: int,
+    chains: Sequence[int],
+) -> SyntheticBench:
+    """Measures the bandwidth, then the pair at each K of `chains` with `streams` requests at once.
+
+    Raises ServiceFailed where a service ends by itself.
+    """
+    assert isinstance(options.target, Synthetic)
+    model = synthetic_model(options.target.name)
+    bandwidth = await speed.ask("kernels.bench.measure", _device(options.target_flags), {})
+    result, about = SyntheticBench(model.name, acceptance, bandwidth), f"synthetic {model.name}, "
+    options.target_flags = [ACCEPTANCE_FLAG, f"{acceptance:g}", *options.target_flags]
+    options.gateway_flags = ["--allow-synthetic", *options.gateway_flags]
+    async with Pair(options) as pair, client.connect(pair.address) as channel:
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        for chain in chains:
+            await _warm_up(stub, requests[:streams], chain)
+            measuring = load.measure(stub, requests, streams, chain, about)
+            measurement, stages = await speed.with_stages(measuring, pair["gateway"].metrics)
+            result.rows.append(_row(model, measurement, stages, min(streams, len(requests)), chain))
+    return result
+
+
+def _device(target_flags: Sequence[str]) -> list[str]:
+    """The device that the target is told to use; none where it chooses."""
+    named = [value for flag, value in pairwise(target_flags) if flag == "--device"]
+    return [value for value in named if value != "auto"]
+
+
+async def _warm_up(
+    stub: gateway_pb2_grpc.GatewayServiceStub, requests: Sequence[gateway_pb2.GenerateRequest], chain: int
+) -> None:
+    """As many requests at once as will be measured, so that shapes of that many rows have been met."""
+    short = [load.with_chain(request, chain) for request in requests]
+    for request in short:
+        request.max_new_tokens = min(_WARM_UP_TOKENS, request.max_new_tokens)
+    await asyncio.gather(*(client.generate(stub, request) for request in short))
+
+
+def _row(model: SyntheticModel, measurement: Measurement, stages: dict[str, float], streams: int, chain: int) -> Row:
+    halfway = [len(g.prompt_token_ids) + len(g.token_ids) // 2 for g in measurement.generations]
+    context = sum(halfway) // len(halfway)
+    return Row(
+        measurement,
+        streams,
+        context,
+        target_step(model.target, chain + 1, context, streams),
+        draft_round(model.draft, chain, context, streams),
+        stages,
+    )
