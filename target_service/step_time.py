@@ -61,35 +61,53 @@ def main(
 
 def time_step(engine: TargetEngine, shape: dict[str, Any], boundaries: tuple[int, ...], steps: int) -> float:
     """Median seconds of a step of `shape`; the sequence grows by what the steps emit."""
-    session = _Session()
-    length = engine.scheduler.limits.max_sequence_length
-    engine.apply(
-        [
-            Open(
-                session=session,
-                sequence_id=1,
-                token_ids=torch.randint(engine.scheduler.limits.vocab_size, (shape["context"],)),
-                num_generated=0,
-                sampling=SamplingParams(temperature=0.0),
-                ending=EndingRules(frozenset(), length),
-                top_logprobs=None,
-                top_prompt_logprobs=None,
-                aux=AuxRequest(boundaries),
-                arrival_unix_us=0,
-                request_id="step_time",
-                received=time.monotonic(),
-            )
-        ]
-    )
-    engine.step()
-    seconds = []
-    for _ in range(WARM_UP + steps):
-        engine.apply([Advance(session, 1, [0] * shape["chain"], None, time.monotonic())])
-        began = time.perf_counter()
-        engine.step()
-        seconds.append(time.perf_counter() - began)
-    engine.apply([Close(session, 1)])
+    load = Load(engine, shape["context"], boundaries)
+    seconds = [load.step(shape["chain"]) for _ in range(WARM_UP + steps)]
+    load.close()
     return statistics.median(seconds[WARM_UP:])
+
+
+class Load:
+    """Greedy sequences of random tokens in an engine, all in every step. `prefill`: seconds that their prompts took."""
+
+    def __init__(self, engine: TargetEngine, context: int, boundaries: tuple[int, ...], num_sequences: int = 1) -> None:
+        self._engine = engine
+        self._session = _Session()
+        self._ids = range(1, num_sequences + 1)
+        engine.apply([self._open(number, context, boundaries) for number in self._ids])
+        began = time.perf_counter()
+        while engine.scheduler.has_work():
+            engine.step()
+        self.prefill = time.perf_counter() - began
+
+    def step(self, chain: int) -> float:
+        """Seconds of a step that verifies a chain of so many tokens of each."""
+        now = time.monotonic()
+        self._engine.apply([Advance(self._session, number, [0] * chain, None, now) for number in self._ids])
+        began = time.perf_counter()
+        self._engine.step()
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        """Frees them."""
+        self._engine.apply([Close(self._session, number) for number in self._ids])
+
+    def _open(self, number: int, context: int, boundaries: tuple[int, ...]) -> Open:
+        limits = self._engine.scheduler.limits
+        return Open(
+            session=self._session,
+            sequence_id=number,
+            token_ids=torch.randint(limits.vocab_size, (context,)),
+            num_generated=0,
+            sampling=SamplingParams(temperature=0.0),
+            ending=EndingRules(frozenset(), limits.max_sequence_length),
+            top_logprobs=None,
+            top_prompt_logprobs=None,
+            aux=AuxRequest(boundaries),
+            arrival_unix_us=0,
+            request_id="step_time",
+            received=time.monotonic(),
+        )
 
 
 class _Session:
