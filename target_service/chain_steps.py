@@ -1,5 +1,7 @@
 """Steps that only verify chains, over static tensors: on CUDA one graph for each shape, from rows to their choices.
 
+Where the logits of a row change before it chooses, or are asked for, the graph ends with the logits.
+
 Rows beyond those of the plan repeat the last one. They compute what it computes and write the same keys and values to
 the same place, so that they change nothing, and touch no expert and no page that it does not.
 """
@@ -14,66 +16,87 @@ import torch
 from kernels.graphs import MOST_ROWS, Graphs, padded
 from kernels.kv_cache import KVCache
 from kernels.row_params import DTYPES, RowParams, passes, row_values
-from kernels.sampling import ChainRows, choose_rows
+from kernels.sampling import ChainRows, choose, choose_rows
 from target_service.aux import wanted_boundaries
 from target_service.batch import PageTables, chain_columns
 from target_service.models import ForwardBatch, ForwardOutput, Model
 from target_service.scheduler import Work
 
 _COLUMNS = {"token_ids": torch.int64, "positions": torch.int32, "slots": torch.int32, **DTYPES}
+# Logits that are kept take room: rows of 0.8 MB with a vocabulary of 200,000.
+MOST_KEPT_ROWS = 64
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a graph is made for: rows, pages of a sequence, hidden states, and the passes that choices need."""
+    """What a graph is made for: rows, pages of a sequence, hidden states, passes of the choice; None: the logits."""
 
     rows: int
     pages: int
     boundaries: frozenset[int]
-    all_greedy: bool
-    filters: bool
+    passes: tuple[bool, bool] | None
 
 
-# The rows' hidden states, and what each chooses, int64 [R].
-Chosen = tuple[ForwardOutput, torch.Tensor]
+# The rows' hidden states, and what each chooses, int64 [R], or logits, float32 [R, V].
+Verified = tuple[ForwardOutput, torch.Tensor]
 
 
 def fits(work: list[Work], chains: list[ChainRows]) -> bool:
-    """Whether a step can go through static tensors: chains alone, few rows, logits that nobody changes or asks for."""
-    return (
-        all(item.verifies and item.sequence.open.top_logprobs is None for item in work)
-        and sum(item.count for item in work) <= MOST_ROWS
-        and not any(chain.adjusts for chain in chains)
-    )
+    """Whether a step can go through static tensors: chains alone, and few rows."""
+    most = MOST_KEPT_ROWS if _keeps_logits(work, chains) else MOST_ROWS
+    return all(item.verifies for item in work) and sum(item.count for item in work) <= most
+
+
+def _keeps_logits(work: list[Work], chains: list[ChainRows]) -> bool:
+    return any(chain.adjusts for chain in chains) or any(item.sequence.open.top_logprobs is not None for item in work)
 
 
 class ChainSteps:
     """Verifies chains that fit."""
 
-    def __init__(self, model: Model, cache: KVCache, tables: PageTables, graphs: Graphs[Chosen]) -> None:
+    def __init__(self, model: Model, cache: KVCache, tables: PageTables, graphs: Graphs[Verified]) -> None:
         self._model = model
         self._cache = cache
         self._tables = tables
         self._graphs = graphs
+        self._vocabulary = model.config.vocab_size
+        # One for all shapes.
+        self._logits = torch.empty(0)
 
-    def run(self, work: list[Work], chains: list[ChainRows]) -> Chosen:
-        """Hidden states and choices of the rows, and of those that repeat the last, until a step runs again."""
-        vocabulary = self._model.config.vocab_size
+    def run(self, work: list[Work], chains: list[ChainRows]) -> tuple[ForwardOutput, torch.Tensor, torch.Tensor | None]:
+        """Hidden states of the rows, what each chooses, int64 [R], and their logits, if kept; until a step runs again.
+
+        The first two go on with rows that repeat the last.
+        """
         token_ids, positions, slots = chain_columns(work)
         pages, boundaries = self._tables.prepare(work), frozenset(wanted_boundaries(work))
-        shape = Shape(padded(len(token_ids)), pages, boundaries, *passes(chains, vocabulary))
+        keeps = _keeps_logits(work, chains)
+        shape = Shape(padded(len(token_ids)), pages, boundaries, None if keeps else passes(chains, self._vocabulary))
         layout = {name: (dtype, (shape.rows,)) for name, dtype in _COLUMNS.items()}
         step = self._graphs.step(shape, layout, lambda inputs: self._verify(shape, inputs))
-        columns = {"token_ids": token_ids, "positions": positions, "slots": slots, **row_values(chains, vocabulary)}
-        for name, values in columns.items():
+        columns = {"token_ids": token_ids, "positions": positions, "slots": slots}
+        for name, values in (columns | row_values(chains, self._vocabulary)).items():
             step.inputs.fill(name, values)
-        return self._graphs.run(step)
+        output, found = self._graphs.run(step)
+        if not keeps:
+            return output, found, None
+        logits = found[: len(token_ids)]
+        return output, choose(logits, chains), logits
 
-    def _verify(self, shape: Shape, inputs: Mapping[str, torch.Tensor]) -> Chosen:
+    def _verify(self, shape: Shape, inputs: Mapping[str, torch.Tensor]) -> Verified:
         """What is captured."""
         rows = inputs["token_ids"], inputs["positions"], inputs["slots"]
         batch = ForwardBatch(*rows, self._tables.first(shape.pages), num_chain_rows=shape.rows)
         output = self._model.forward(batch, self._cache, shape.boundaries)
+        logits = self._model.logits(output.hidden)
+        if shape.passes is None:
+            return output, self._keep(logits)
         params = {name: inputs[name] for name in DTYPES}
-        params_of_rows = RowParams(**params, all_greedy=shape.all_greedy, filters=shape.filters)
-        return output, choose_rows(self._model.logits(output.hidden), params_of_rows)
+        all_greedy, filters = shape.passes
+        return output, choose_rows(logits, RowParams(**params, all_greedy=all_greedy, filters=filters))
+
+    def _keep(self, logits: torch.Tensor) -> torch.Tensor:
+        """Copies logits to where they outlast the step."""
+        if not len(self._logits):
+            self._logits = logits.new_empty(MOST_KEPT_ROWS, self._vocabulary)
+        return self._logits[: len(logits)].copy_(logits)

@@ -12,7 +12,7 @@ from kernels.sampling import ChainRows, choose
 from kernels.transfer import to_device, to_host
 from target_service.aux import wanted_boundaries
 from target_service.batch import PageTables, build_batch
-from target_service.chain_steps import ChainSteps, Chosen, fits
+from target_service.chain_steps import ChainSteps, Verified, fits
 from target_service.models import ForwardOutput, Model
 from target_service.scheduler import Work
 
@@ -33,7 +33,9 @@ class Results:
 class Computation:
     """Runs the rows of steps, without waiting for the device; chains by themselves through `graphs`, if given."""
 
-    def __init__(self, model: Model, cache: KVCache, tables: PageTables, graphs: Graphs[Chosen] | None = None) -> None:
+    def __init__(
+        self, model: Model, cache: KVCache, tables: PageTables, graphs: Graphs[Verified] | None = None
+    ) -> None:
         self._model = model
         self._cache = cache
         self._tables = tables
@@ -43,8 +45,8 @@ class Computation:
         """Any mixture of chains and chunks of prompts, chains first."""
         chains = [_chain_rows(item) for item in work if item.num_choices]
         if self._chain_steps is not None and fits(work, chains):
-            output, choices = self._chain_steps.run(work, chains)
-            return Results(output, to_host(choices))
+            output, choices, logits = self._chain_steps.run(work, chains)
+            return Results(output, to_host(choices), logits)
         return self._run(work, chains)
 
     def _run(self, work: list[Work], chains: list[ChainRows]) -> Results:

@@ -15,7 +15,7 @@ from outrider.pages import PageAllocator
 from target_service.attach import Buffers
 from target_service.aux import RowSender
 from target_service.batch import PageTables
-from target_service.chain_steps import Chosen
+from target_service.chain_steps import Verified
 from target_service.commands import Command, Stats
 from target_service.computation import Computation, Results
 from target_service.emission import Emitter, Sent
@@ -38,7 +38,7 @@ class TargetEngine:
         buffers: Buffers,
         metrics: TargetMetrics,
         deliver: Callable[..., None],
-        graphs: Graphs[Chosen] | None = None,
+        graphs: Graphs[Verified] | None = None,
         script: Script | None = None,
     ) -> None:
         self._model = model

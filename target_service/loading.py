@@ -21,7 +21,7 @@ from outrider.engine_thread import EngineThread
 from outrider.settings import parse_bytes
 from outrider.v1 import target_pb2
 from target_service.attach import Buffers
-from target_service.chain_steps import Chosen
+from target_service.chain_steps import Verified
 from target_service.commands import Command
 from target_service.engine import TargetEngine
 from target_service.limits import Limits
@@ -60,7 +60,7 @@ def load_target(settings: Settings, instance_id: str, metrics: TargetMetrics, de
     limits, num_pages = size_cache(settings, model, KVCache.page_size, device)
     buffers = _buffers(settings, instance_id, device)
     metrics.watch_buffers(lambda: buffers.num_attached, lambda: buffers.num_unreleased)
-    graphs: Graphs[Chosen] | None = Graphs(device) if settings.cuda_graphs and model.never_waits else None
+    graphs: Graphs[Verified] | None = Graphs(device) if settings.cuda_graphs and model.never_waits else None
     engine = TargetEngine(model, limits, num_pages, buffers, metrics, deliver, graphs, script)
     thread: EngineThread[Command] = EngineThread(engine, "engine", partial(use_device, device))
     info = _info(settings, instance_id, model, limits, num_pages * KVCache.page_size)

@@ -110,6 +110,8 @@ class Model:
             return self._forward(x, _rows(batch), kv_cache, boundaries)
         # Chains by themselves: the kernels of many rows would change their bits.
         parts = [self._forward_triton(x[part], _rows(batch, part), kv_cache, boundaries) for part in _parts(batch)]
+        if len(parts) == 1:
+            return parts[0]
         aux = {boundary: torch.cat([part.aux[boundary] for part in parts]) for boundary in parts[0].aux}
         return ForwardOutput(torch.cat([part.hidden for part in parts]), aux)
 

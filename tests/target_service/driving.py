@@ -48,6 +48,7 @@ class Request:
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0))
     max_new: int = 12
     comes: int = 0
+    top_logprobs: int | None = None
 
 
 @dataclass
@@ -56,6 +57,7 @@ class Outcome:
 
     tokens: list[int] = field(default_factory=list)
     rows: list[torch.Tensor] = field(default_factory=list)
+    logprobs: list = field(default_factory=list)
     ended: bool = False
 
     @property
@@ -75,6 +77,7 @@ class _Session:
                 outcome.rows.append(event.rows.tensor.clone())
             if isinstance(event, Advanced):
                 outcome.tokens += event.token_ids
+                outcome.logprobs += event.logprobs
                 outcome.ended = event.finish_reason != GOES_ON
 
 
@@ -92,7 +95,12 @@ def run(
                 ending = EndingRules(frozenset(), LONGEST, 0, request.max_new)
                 opening = make_open(number, 1, session=session)
                 prompt = torch.tensor(request.prompt)
-                changes = {"sampling": request.sampling, "ending": ending, "aux": AuxRequest(BOUNDARIES)}
+                changes = {
+                    "sampling": request.sampling,
+                    "ending": ending,
+                    "aux": AuxRequest(BOUNDARIES),
+                    "top_logprobs": request.top_logprobs,
+                }
                 engine.apply([replace(opening, token_ids=prompt, **changes)])
             elif outcome.tokens and not outcome.ended and (number + now) % 3:
                 chain = propose(number, len(outcome.tokens))

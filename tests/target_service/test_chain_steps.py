@@ -1,5 +1,7 @@
 """Steps of chains through static tensors, as they are captured on CUDA: the tokens and states of ordinary steps."""
 
+import math
+
 import pytest
 import torch
 
@@ -37,21 +39,25 @@ def test_tokens_and_states_are_those_of_ordinary_steps(tmp_path, write):
         assert torch.equal(ours.hidden, theirs.hidden)
     rows = {shape.rows for shape in shapes}
     assert rows & set(range(1, 9)) and max(rows) > 8
-    assert len({(shape.all_greedy, shape.filters) for shape in shapes}) > 1
+    assert len({shape.passes for shape in shapes}) > 1
 
 
-def test_what_does_not_fit_runs_as_it_did(tmp_path):
-    """Penalties change logits: their steps take the ordinary way, also for the others in them."""
+def test_logits_that_change_before_a_row_chooses(tmp_path):
+    """Steps with penalties, a bias or a mask end with the logits."""
     model = load_model(write_tiny_llama(tmp_path, tokenizer=False), "cpu", "auto")
     wanted = [
         Request([5, 6, 7], SamplingParams(temperature=0, repetition_penalty=1.4), max_new=6),
-        Request([8, 9], SAMPLED, max_new=20),
+        Request([8, 9], SAMPLED, max_new=20, top_logprobs=2),
+        Request([11, 4], SamplingParams(seed=4, logit_bias={7: 3.0, 9: -math.inf}), max_new=9, comes=3),
+        Request([3, 4], FILTERED, max_new=30),
     ]
     expected = run(make_engine(model), wanted)
     graphs = Graphs(torch.device("cpu"))
     found = run(make_engine(model, graphs), wanted, with_mistakes(expected, (3,), model.config.vocab_size))
     assert [outcome.tokens for outcome in found] == [outcome.tokens for outcome in expected]
-    assert len(graphs._steps) > 0
+    assert [outcome.logprobs for outcome in found] == [outcome.logprobs for outcome in expected]
+    assert len(found[1].logprobs) == 20
+    assert {shape.passes for shape in graphs._steps} == {None, (False, True)}
 
 
 def test_shapes_beyond_those_that_are_held_work(tmp_path):
