@@ -129,7 +129,7 @@ class Emitter:
 
 
 def _no_choice(error: ValueError, logits: torch.Tensor | None) -> OutriderError:
-    """Why a row left no token: the caller's parameters, or a model that is broken. Where none changed, none are kept."""
+    """Why a row left no token: the caller's parameters, or a model that is broken. Unchanged logits are not kept."""
     if logits is None or bool(logits.isnan().any()):
         return Internal(str(error))
     return InvalidArgument("open.sampling", str(error))
