@@ -50,7 +50,10 @@ def test_flags_that_are_named_exist() -> None:
     known = {flag for command in commands for parameter in command.params for flag in flags_of(parameter)}
     of_bench = re.findall(r'"(--[a-z-]+)"', (ROOT / "kernels/bench/__main__.py").read_text())
     of_docker = {"--build-arg", "--read-only", "--shm-size", "--tmpfs", "--user"}
-    of_other_tools = {"--help", "--extra-index-url", *of_bench, *of_docker}
+    of_hugging_face = {"--exclude", "--local-dir"}
+    # As far as their first underscore.
+    of_lm_eval = {"--tasks", "--num", "--apply", "--fewshot", "--log", "--output"}
+    of_other_tools = {"--help", "--extra-index-url", *of_bench, *of_docker, *of_hugging_face, *of_lm_eval}
     for document in DOCUMENTS:
         unknown = set(re.findall(r"--[a-z][a-z-]+", document.read_text())) - known - of_other_tools
         assert not unknown, document
