@@ -5,55 +5,19 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeAlias
 
+from draft_service.commands import Answer, Ask, Close, Command, Open
 from draft_service.metrics import DraftMetrics
+from draft_service.pair_link import PairLink
 from draft_service.proposer import Chain, Proposer, Turn
 from draft_service.sequence import DraftSequence, Extend, take_rows
+from outrider.errors import Cancelled
 
 # A step waits for sequences whose rows are on their way, at most this share of the last step's time.
 WAIT_SHARE = 0.15
 # Rows of prompts in one step, and how many rows of one sequence are a prompt's rather than a round's.
 INTAKE_ROWS = 1024
 SHORT_ROWS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Open:
-    """A sequence begins."""
-
-    sequence: DraftSequence
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """A sequence ends."""
-
-    sequence: DraftSequence
-
-
-@dataclass(frozen=True, slots=True)
-class Replace:
-    """New weights; all sequences have ended."""
-
-    proposer: Proposer
-    metrics: DraftMetrics
-
-
-Command: TypeAlias = Open | Extend | Close | Replace
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A chain for a sequence, or the error that ended it."""
-
-    sequence: DraftSequence
-    chain: Chain
-    first_position: int
-    queue_us: int = 0
-    compute_us: int = 0
-    error: Exception | None = None
 
 
 class DraftEngine:
@@ -68,6 +32,8 @@ class DraftEngine:
         self._proposer = proposer
         self._deliver = deliver
         self.sequences: set[DraftSequence] = set()
+        # Those that the target may ask for itself, by their link_id.
+        self._linked: dict[int, DraftSequence] = {}
         self._waiting: dict[DraftSequence, list[Extend]] = {}
         # When sequences were answered whose next rows have not come yet.
         self._answered: dict[DraftSequence, float] = {}
@@ -80,8 +46,11 @@ class DraftEngine:
         for command in itertools.chain.from_iterable(batches):
             if isinstance(command, Extend):
                 self._extend(command)
+            elif isinstance(command, Ask):
+                if extend := command.link.read_extend(command.message, self._linked.get(command.message.sequence_id)):
+                    self._extend(extend)
             elif isinstance(command, Open):
-                self.sequences.add(command.sequence)
+                self._open(command.sequence)
             elif isinstance(command, Close):
                 self._close(command.sequence)
             else:
@@ -117,6 +86,8 @@ class DraftEngine:
         failed = [sequence for sequence in self._in_step if not sequence.closed]
         for sequence in failed:
             self._close(sequence)
+            if sequence.link is not None:
+                sequence.link.refuse(sequence.link_id, error)
         self._deliver([Answer(sequence, Chain([], []), 0, error=error) for sequence in failed])
 
     def _report_to(self, metrics: DraftMetrics) -> None:
@@ -126,15 +97,22 @@ class DraftEngine:
         metrics.waiting.set_function(lambda: len(self._waiting))
         metrics.cache_usage.set_function(lambda: self._proposer.cache.allocator.usage)
 
+    def _open(self, sequence: DraftSequence) -> None:
+        self.sequences.add(sequence)
+        if sequence.link_id:
+            self._linked.setdefault(sequence.link_id, sequence)
+
     def _extend(self, extend: Extend) -> None:
         if extend.sequence.closed:
             _release([extend])
             return
+        extend.sequence.link = extend.link
         waiting = self._waiting.setdefault(extend.sequence, [])
         if waiting and waiting[-1].num_draft_tokens:
             # What it would propose is stale already: only its rows are taken in.
             waiting[-1].num_draft_tokens = 0
-            self._deliver([Answer(extend.sequence, Chain([], []), waiting[-1].proposal_position)])
+            position, link = waiting[-1].proposal_position, waiting[-1].link
+            self._hand_out([Answer(extend.sequence, Chain([], []), position, link=link)])
         waiting.append(extend)
         answered = self._answered.pop(extend.sequence, None)
         if answered is not None:
@@ -144,8 +122,13 @@ class DraftEngine:
         """Frees everything of a sequence; closing twice does nothing."""
         sequence.closed = True
         self.sequences.discard(sequence)
+        if self._linked.get(sequence.link_id) is sequence:
+            del self._linked[sequence.link_id]
         self._answered.pop(sequence, None)
-        _release(self._waiting.pop(sequence, []))
+        waiting = self._waiting.pop(sequence, [])
+        _release(waiting)
+        if waiting and (link := waiting[-1].link) is not None:
+            link.refuse(sequence.link_id, Cancelled("the sequence was closed"))
         self._proposer.cache.release(sequence)
 
     def _wait_until(self) -> float:
@@ -205,11 +188,22 @@ class DraftEngine:
         for last in (extends[-1] for extends in taken if extends[-1].num_draft_tokens):
             chain = chains.get(last.sequence) or Chain([], [])
             queue_us = int(max(0.0, started - last.arrived) * 1e6)
-            answers.append(Answer(last.sequence, chain, last.proposal_position, queue_us, compute_us))
+            position = last.proposal_position
+            answers.append(Answer(last.sequence, chain, position, queue_us, compute_us, link=last.link))
             self._answered[last.sequence] = now
         self._in_step = []
-        if answers:
-            self._deliver(answers)
+        self._hand_out(answers)
+
+    def _hand_out(self, answers: list[Answer]) -> None:
+        """To whoever asked: the target through its link, a gateway through its session."""
+        by_link: dict[PairLink | None, list[Answer]] = {}
+        for answer in answers:
+            by_link.setdefault(answer.link, []).append(answer)
+        for link, group in by_link.items():
+            if link is not None:
+                link.answer(group)
+            else:
+                self._deliver(group)
 
 
 def _num_rows(extends: list[Extend]) -> int:

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from draft_service.proposer import Chain, Turn
 from draft_service.self_test import Verdict
+from draft_service.sequence import Extend
 from outrider.metrics import Series
 
 TRANSPORTS = ("inline", "shared_memory")
@@ -39,6 +40,10 @@ class DraftMetrics:
         self.state_bytes = series.counters(
             "hidden_state_bytes", "Hidden states read, by transport", "transport", TRANSPORTS
         )
+
+    def count_states(self, extend: Extend) -> None:
+        """Hidden states that arrived."""
+        self.state_bytes["inline" if extend.on_read is None else "shared_memory"].inc(extend.states.nbytes)
 
     def remove(self) -> None:
         """Takes the series away: another draft serves here now."""

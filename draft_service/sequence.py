@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from draft_service.choice import ProposalSampling
+
+if TYPE_CHECKING:
+    from draft_service.pair_link import PairLink
 
 
 @dataclass(eq=False, slots=True)
@@ -24,6 +27,9 @@ class DraftSequence:
     sequence_id: int
     sampling: ProposalSampling
     request_id: str = ""
+    # How the target calls it in pair-local rounds, 0 where it does not, and the link through which it asked last.
+    link_id: int = 0
+    link: PairLink | None = None
     start: int = 0
     end: int = 0
     closed: bool = False
@@ -51,6 +57,8 @@ class Extend:
     min_confidence: float
     arrived: float
     on_read: Callable[[], None] | None = None
+    # Where the target itself asks: the answer goes there.
+    link: PairLink | None = None
 
     @property
     def proposal_position(self) -> int:

@@ -9,9 +9,11 @@ import uuid
 
 import grpc
 
-from draft_service.engine import Answer, Command, DraftEngine, Replace
+from draft_service.commands import Answer, Command, Replace
+from draft_service.engine import DraftEngine
 from draft_service.loading import LoadedDraft, Loader, NamedDraft
 from draft_service.metrics import DraftMetrics
+from draft_service.pair_link import PairLink
 from draft_service.reload import Candidate, Reload
 from draft_service.self_test import Verdict, self_test
 from draft_service.service import DraftServicer
@@ -21,6 +23,7 @@ from draft_service.validation import CommandRules
 from outrider.engine_thread import EngineThread
 from outrider.errors import FailedPrecondition, Unavailable, one_line
 from outrider.metrics import reload_gauge
+from outrider.pair_socket import FEATURE
 from outrider.security import DraftSecurity
 from outrider.server import ServiceFrame
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2
@@ -47,6 +50,7 @@ class DraftServer:
         self._servicer = DraftServicer(self._submit)
         self._metrics: DraftMetrics | None = None
         self._loaded: LoadedDraft | None = None
+        self._rules: CommandRules | None = None
         self._attachment: Attachment | None = None
         self._instance_id = uuid.uuid4().hex
         self._was_ready = False
@@ -138,6 +142,7 @@ class DraftServer:
             self._submit([Replace(loaded.proposer, self._metrics)])
         description = loaded.fitted.draft.description
         rules = CommandRules(description.vocab_size, description.input_width, loaded.proposer.chooser, self._link)
+        self._rules = rules
         self._servicer.serve(rules, lambda: self._info(loaded), self._metrics)
 
     async def _test(self, info: target_pb2.GetTargetInfoResponse) -> None:
@@ -167,6 +172,7 @@ class DraftServer:
         assert self._metrics is not None
         self._attachment = attachment
         self._metrics.attached.set(1)
+        link = self._link_pair(attachment)
         await self._frame.set_serving(not self._misfit)
         if not self._was_ready:
             self._frame.print_ready()
@@ -183,9 +189,20 @@ class DraftServer:
             for task in (ended, accepted):
                 task.cancel()
             await asyncio.gather(ended, accepted, return_exceptions=True)
+            if link is not None:
+                link.shut_down()
             self._attachment = None
             self._metrics.attached.set(0)
             await self._frame.set_serving(False)
+
+    def _link_pair(self, attachment: Attachment) -> PairLink | None:
+        """Lets the target ask for chains itself, where it has offered to."""
+        if attachment.socket is None:
+            return None
+        assert self._thread is not None and self._rules is not None and self._metrics is not None
+        link = PairLink(attachment.socket, self._rules, self._metrics)
+        self._thread.watch(link)
+        return link
 
     async def _leave_sessions(self) -> None:
         """Lets gateways go on without it, and ends the sessions of those that do not."""
@@ -200,6 +217,7 @@ class DraftServer:
         if attachment is not None and attachment.has_buffers:
             transports.insert(0, common_pb2.TRANSPORT_SHARED_MEMORY)
         limits = loaded.proposer.limits
+        linked = attachment is not None and attachment.socket is not None
         return draft_pb2.GetDraftInfoResponse(
             model=loaded.draft.name,
             architecture=draft.architecture,
@@ -215,6 +233,7 @@ class DraftServer:
             target_hidden_size=draft.target_hidden_size,
             vocabulary_sha256=loaded.draft.vocabulary_sha256,
             synthetic=self._settings.model is None,
+            features=[FEATURE] if linked else [],
         )
 
     def _submit(self, commands: list[Command]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import grpc
 
-from draft_service.engine import Answer, Command
+from draft_service.commands import Answer, Command
 from draft_service.metrics import DraftMetrics
 from draft_service.session import Session
 from draft_service.validation import CommandRules

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from draft_service.engine import Answer, Close, Command, Open
+from draft_service.commands import Answer, Close, Command, Open
 from draft_service.metrics import DraftMetrics
 from draft_service.sequence import DraftSequence
 from draft_service.validation import CommandRules, read_extend, read_sampling
@@ -43,19 +43,7 @@ class Session:
             self._fail(sequence.sequence_id, answer.error)
             self._flush()
             return
-        proposal = draft_pb2.DraftEvent.Proposal(
-            token_ids=answer.chain.token_ids,
-            probabilities=answer.chain.probabilities,
-            first_position=answer.first_position,
-        )
-        self.outbox.put(
-            draft_pb2.DraftEvent(
-                sequence_id=sequence.sequence_id,
-                proposal=proposal,
-                queue_us=answer.queue_us,
-                compute_us=answer.compute_us,
-            )
-        )
+        self.outbox.put(answer.event(sequence.sequence_id))
 
     def close(self) -> None:
         """Frees all sequences."""
@@ -72,14 +60,13 @@ class Session:
             if sequence is None:
                 raise NotFound(f"sequence_id: no open sequence {sequence_id} in this session")
             extend = read_extend(command.extend, sequence, self._rules)
-            transport = "inline" if extend.on_read is None else "shared_memory"
-            self._metrics.state_bytes[transport].inc(extend.states.nbytes)
+            self._metrics.count_states(extend)
             self._commands.append(extend)
         elif kind == "open":
             if sequence_id in self.sequences:
                 raise InvalidArgument("sequence_id", f"sequence {sequence_id} is open already; both are freed")
             sampling = read_sampling(command.open.sampling, self._rules)
-            sequence = DraftSequence(self, sequence_id, sampling, command.open.request_id)
+            sequence = DraftSequence(self, sequence_id, sampling, command.open.request_id, command.open.link_id)
             self.sequences[sequence_id] = sequence
             self._commands.append(Open(sequence))
         elif kind == "close":

@@ -22,7 +22,8 @@ from prometheus_client import CollectorRegistry
 
 from draft_service.check import target_facts
 from draft_service.choice import ProposalSampling
-from draft_service.engine import Close, DraftEngine, Open
+from draft_service.commands import Close, Open
+from draft_service.engine import DraftEngine
 from draft_service.faults import Faults
 from draft_service.inspection import FittedDraft, fit, inspect_draft
 from draft_service.layout import EMBED, HEAD

@@ -13,6 +13,7 @@ import torch
 
 from outrider.channels import connect, wait_serving
 from outrider.errors import InvalidArgument, OutriderError
+from outrider.pair_socket import PairSocket
 from outrider.security import ClientSecurity
 from outrider.shared_memory import SharedSegment
 from outrider.shared_slices import SliceReader
@@ -40,10 +41,15 @@ class TargetLink:
         self._buffer_ids: frozenset[str] = frozenset()
         self._read: deque[common_pb2.BufferSlice] = deque()
         self._flushing = False
-        self.num_unread = 0
-        """Slices that were resolved and not released yet."""
+        # Slices that were resolved and not released yet.
+        self._unread: set[tuple[str, int]] = set()
         self._released: Outbox[common_pb2.BufferSlice] | None = None
         self._loop = asyncio.get_running_loop()
+
+    @property
+    def num_unread(self) -> int:
+        """Slices that were resolved and not released yet."""
+        return len(self._unread)
 
     async def info(self) -> target_pb2.GetTargetInfoResponse:
         """What the target serves, once it serves; waits as long as that takes."""
@@ -63,11 +69,13 @@ class TargetLink:
         call = self.stub.Attach()
         released: Outbox[common_pb2.BufferSlice] = Outbox()
         segments: dict[str, SharedSegment] = {}
+        socket: PairSocket | None = None
         writer = asyncio.create_task(_write_releases(call, released))
         try:
             hello = target_pb2.AttachRequest.AttachDraft(
                 draft_instance_id=draft_instance_id,
                 transports=[common_pb2.TRANSPORT_SHARED_MEMORY, common_pb2.TRANSPORT_INLINE],
+                pair_rounds=True,
             )
             await call.write(target_pb2.AttachRequest(draft=hello))
             answer = await call.read()
@@ -75,15 +83,19 @@ class TargetLink:
                 raise ConnectionError("the target closed the attachment at once")
             segments = _open_buffers(answer.buffers)
             self._slices = SliceReader({buffer_id: segment.bytes for buffer_id, segment in segments.items()})
-            self._buffer_ids, self.num_unread = frozenset(segments), 0
+            self._buffer_ids = frozenset(segments)
+            self._unread.clear()
             if segments:
+                socket = _connect(answer.socket_name)
                 await call.write(target_pb2.AttachRequest(opened=target_pb2.AttachRequest.BuffersOpened()))
             self._released = released
-            yield Attachment(call, answer.target_instance_id, bool(segments))
+            yield Attachment(call, answer.target_instance_id, bool(segments), socket)
         finally:
             self._released, self._slices, self._buffer_ids = None, SliceReader({}), frozenset()
             for segment in segments.values():
                 segment.close()
+            if socket is not None:
+                socket.shut_down()
             call.cancel()
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
@@ -95,7 +107,7 @@ class TargetLink:
         """
         try:
             memory = self._slices.resolve(slice_, size)
-            self.num_unread += 1
+            self._unread.add((slice_.buffer_id, slice_.generation))
             return memory
         except InvalidArgument as error:
             text = error.message.removeprefix(f"{error.field}: ")
@@ -117,17 +129,25 @@ class TargetLink:
         while self._read:
             slice_ = self._read.popleft()
             if self._released is not None and slice_.buffer_id in self._buffer_ids:
-                self.num_unread -= 1
+                self._unread.discard((slice_.buffer_id, slice_.generation))
                 self._released.put(slice_)
 
 
 class Attachment:
     """An open Attach stream."""
 
-    def __init__(self, call: grpc.aio.StreamStreamCall, target_instance_id: str, has_buffers: bool) -> None:
+    def __init__(
+        self,
+        call: grpc.aio.StreamStreamCall,
+        target_instance_id: str,
+        has_buffers: bool,
+        socket: PairSocket | None = None,
+    ) -> None:
         self._call = call
         self.target_instance_id = target_instance_id
         self.has_buffers = has_buffers
+        self.socket = socket
+        """For pair-local rounds, where the target offers them. Shut down at the end of the attachment."""
 
     async def ended(self) -> str:
         """Returns, with the reason, when the target ends the stream or goes away."""
@@ -153,6 +173,17 @@ def _open_buffers(handles: Iterable[target_pb2.BufferHandle]) -> dict[str, Share
             segment.close()
         return {}
     return segments
+
+
+def _connect(socket_name: str) -> PairSocket | None:
+    """The socket that the target offers; none, and the gateway drives every round, where that cannot be had."""
+    if not socket_name:
+        return None
+    try:
+        return PairSocket.connect(socket_name)
+    except OutriderError as error:
+        log.warning("rounds are driven by the gateway: %s", error)
+        return None
 
 
 async def _write_releases(call: grpc.aio.StreamStreamCall, released: Outbox[common_pb2.BufferSlice]) -> None:

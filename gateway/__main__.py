@@ -17,6 +17,7 @@ from gateway.gateway import Gateway
 from gateway.metrics import GatewayMetrics
 from gateway.metrics_alias import VllmNames
 from gateway.pairing import Pair, parse_pairs
+from gateway.pairs import DraftUse
 from gateway.peer_metrics import PeerSeries
 from gateway.reload import PairsFile, on_hangup
 from gateway.service import GatewayServicer
@@ -60,6 +61,9 @@ def gateway(
             show_default=False,
         ),
     ] = None,
+    pair_rounds: Annotated[
+        bool, typer.Option(help="Let a target and the draft attached to it run rounds by themselves.")
+    ] = True,
     recover_within: Annotated[
         float, typer.Option(min=0, help="Seconds to look for a target that continues a lost request.")
     ] = 60.0,
@@ -94,12 +98,13 @@ def gateway(
     source = context.get_parameter_source("pair")
     file = PairsFile(config, known, source.name if source is not None else "")
     defaults = Defaults(draft_tokens=draft_tokens, max_new_tokens=default_max_new_tokens)
+    draft_use = DraftUse(draft_timeout, pair_rounds)
     age = connection_age(max_connection_age, connection_age_grace)
     try:
         event_loop.run(
             serve(
                 *(pairs, file, listen, metrics_listen, security, defaults),
-                *(draft_timeout, recover_within, grace, age, allow_synthetic),
+                *(draft_use, recover_within, grace, age, allow_synthetic),
             )
         )
     except (OSError, ValueError) as error:
@@ -113,7 +118,7 @@ async def serve(
     metrics_listen: str,
     security: GatewaySecurity,
     defaults: Defaults,
-    draft_timeout: float | None,
+    draft_use: DraftUse,
     recover_within: float,
     grace: float,
     front_options: Sequence[tuple[str, int]] = (),
@@ -123,7 +128,7 @@ async def serve(
     frame = ServiceFrame("gateway", SERVICE, listen, metrics_listen, security)
     metrics = GatewayMetrics(frame.registry)
     frame.registry.register(VllmNames(metrics))
-    fleet = Fleet(metrics, draft_timeout, security, allow_synthetic)
+    fleet = Fleet(metrics, draft_use, security, allow_synthetic)
     frame.registry.register(PeerSeries(fleet))
     core = Gateway(fleet, metrics, defaults, recover_within)
     frame.on_hangup = on_hangup(file, fleet, reload_gauge(frame.registry))

@@ -14,7 +14,7 @@ from gateway.streams import HeldStream
 
 if TYPE_CHECKING:
     from gateway.metrics import SpeculationMetrics
-from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc
+from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +23,7 @@ MIN_TIMEOUT, MAX_TIMEOUT, TIMEOUT_MEANS = 0.02, 1.0, 10
 _SWEEP_SECONDS = 0.1
 _MEAN_WEIGHT = 0.1
 
+PairRound = target_pb2.TargetEvent.PairRound
 OnDiscard = Callable[[str, int], None]
 
 
@@ -45,6 +46,7 @@ class DraftSequence:
         self.session = session
         self.open = True
         self.failed = False  # the draft itself refused it
+        self.link_id = 0  # how the target calls it in pair-local rounds
         self.next_row = 0  # the first position whose row it was not given
         self._unanswered: deque[tuple[float, int]] = deque()  # when an Extend went out, and the position it asks for
         self._expected = -1  # position of the proposal that is still of use
@@ -82,6 +84,12 @@ class DraftSequence:
         chain, self._chain = self._chain, None
         self._expected = -1
         return chain
+
+    def took_pair_round(self, pair_round: PairRound) -> None:
+        """The target passed rows on itself, and got a chain for them, or none."""
+        self.session.on_discard("late", pair_round.num_discarded)
+        if pair_round.draft_token_ids:
+            self.session.answered(pair_round.waited_us * 1e-6)
 
     def drop_chain(self, reason: str) -> None:
         """Forgets a chain that will not be verified."""
@@ -183,6 +191,7 @@ class DraftSession:
     def open(self, command: draft_pb2.DraftCommand.OpenDraft) -> DraftSequence:
         """Starts a sequence."""
         sequence = DraftSequence(self, next(self._ids))
+        sequence.link_id = command.link_id
         self.sequences[sequence.id] = sequence
         self.command(sequence.id).open.CopyFrom(command)
         return sequence

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Sequence
 
 from gateway.draft_session import Chain, DraftSequence
 from gateway.metrics import SpeculationMetrics
+from gateway.pair_grant import PairGrant
 from gateway.pairs import Draft, Target
 from gateway.request import Request
 from outrider.v1 import common_pb2, draft_pb2, target_pb2
 
 AuxRequest = target_pb2.TargetCommand.AuxRequest
+Advanced = target_pb2.TargetEvent.Advanced
+GrantRounds = target_pb2.TargetCommand.GrantRounds
+PairRound = target_pb2.TargetEvent.PairRound
 NO_CHAIN = Chain()
+_NO_CHAIN = {
+    PairRound.NO_CHAIN_UNSPECIFIED: "draft_empty",
+    PairRound.NO_CHAIN_EMPTY: "draft_empty",
+    PairRound.NO_CHAIN_LATE: "draft_late",
+    PairRound.NO_CHAIN_LOST: "draft_lost",
+}
 _RETRY_SECONDS = 1.0  # after a draft refused a sequence
 
 
@@ -26,6 +37,8 @@ class Drafting:
         self._draft: Draft | None = None
         self._sequence: DraftSequence | None = None
         self._announced: DraftSequence | None = None  # for which the target emits hidden states
+        self._grant = PairGrant()
+        self.pair_continues = False  # target and draft have begun the next round by themselves
         self._counted: SpeculationMetrics | None = None  # of the draft that the request was counted for last
         self._refused: dict[Draft, float] = {}  # drafts that refused a sequence, and until when they are let be
 
@@ -41,6 +54,7 @@ class Drafting:
             self._target = target
         self._find_draft()
         self._announced = self._sequence
+        self._grant, self.pair_continues = PairGrant(), False
         # A draft that has followed so far lacks only the row of the last token.
         return self._aux(self._sequence.next_row) if self._sequence is not None else None
 
@@ -51,6 +65,33 @@ class Drafting:
             return None
         self._announced = self._sequence
         return self._aux(first_position=0) if self._sequence is not None else AuxRequest()
+
+    def grant(self, chain: Chain) -> GrantRounds | None:
+        """Lets the pair go on by itself after a chain: a draft that has just answered in time."""
+        self._grant.ended()
+        if not chain.token_ids or self._sequence is None or self._announced is not self._sequence:
+            return None
+        return self._next_grant()
+
+    def regrant(self) -> GrantRounds | None:
+        """What the pair is told while it goes on by itself: that it may go further, or no further."""
+        if self._sequence is None or not self._sequence.open or self._draft is None or not self._draft.serving:
+            return self._grant.revoke()
+        return self._next_grant()
+
+    def pair_chain(self, advanced: Advanced) -> Chain:
+        """The chain of a round that the pair began by itself; empty where the draft was late or lost."""
+        assert self._sequence is not None and self._draft is not None
+        pair_round = advanced.pair_round
+        self._sequence.took_pair_round(pair_round)
+        chain = Chain(
+            pair_round.draft_token_ids,
+            pair_round.draft_queue_us * 1e-6,
+            pair_round.draft_compute_us * 1e-6,
+            pair_round.waited_us * 1e-6,
+            self._draft.metrics,
+        )
+        return chain if chain.token_ids else self._without(_NO_CHAIN[pair_round.no_chain], chain)
 
     async def chain(self) -> Chain:
         """The chain to verify next; empty where the draft is absent, late or lost."""
@@ -79,8 +120,15 @@ class Drafting:
             first = rows.first_position + 1
             self._sequence.extend(rows, self._request.tokens[first : first + count], 0)
 
-    def take_advanced(self, advanced: target_pb2.TargetEvent.Advanced) -> bool:
-        """Passes the truth on and asks for the next chain, unless the next step is the last. Whether it did."""
+    def take_advanced(self, advanced: Advanced) -> bool:
+        """Passes the truth on and asks for the next chain, unless the next step is the last. Whether it did.
+
+        Nothing is left to do where the pair goes on by itself.
+        """
+        self.pair_continues = advanced.continues
+        if advanced.continues and self._sequence is not None:
+            self._sequence.next_row = len(self._request.tokens) + len(advanced.token_ids) - 1
+            return False
         if self._sequence is None or advanced.finish_reason or not _num_rows(advanced.hidden_states):
             return False
         self._sequence.extend(advanced.hidden_states, advanced.token_ids, self._longest(len(advanced.token_ids)))
@@ -116,8 +164,14 @@ class Drafting:
             sampling=self._request.admitted.sampling,
             request_id=self._request.origin.request_id,
             traceparent=self._request.origin.traceparent,
+            link_id=secrets.randbits(64) if draft.runs_rounds else 0,
         )
         self._sequence = draft.session.open(command)
+
+    def _next_grant(self) -> GrantRounds | None:
+        assert self._draft is not None and self._sequence is not None
+        length = len(self._request.tokens)
+        return self._grant.next(self._draft, self._sequence, length, self._limit, length + self._request.room)
 
     def _let_be(self) -> list[Draft]:
         """Drafts that are not asked again yet."""

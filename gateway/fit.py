@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from outrider.errors import FailedPrecondition
+from outrider.pair_socket import FEATURE
 from outrider.v1 import common_pb2, draft_pb2, target_pb2
 
 INLINE = common_pb2.TRANSPORT_INLINE
@@ -61,6 +62,11 @@ def check_draft(
         raise FailedPrecondition(
             f"draft {draft.model} does not fit target {target.model}: {described}", ",".join(faults)
         )
+
+
+def runs_rounds(target: target_pb2.GetTargetInfoResponse, draft: draft_pb2.GetDraftInfoResponse) -> bool:
+    """Whether the two can run rounds by themselves: attached to each other, and both take part."""
+    return draft.target_instance_id == target.instance_id and FEATURE in target.features and FEATURE in draft.features
 
 
 def common_transport(

@@ -8,7 +8,7 @@ from collections.abc import Collection, Coroutine, Iterable
 
 from gateway.metrics import GatewayMetrics
 from gateway.pairing import DraftShare, Pair
-from gateway.pairs import Draft, Target, serves_the_same
+from gateway.pairs import Draft, DraftUse, Target, serves_the_same
 from outrider.security import GatewaySecurity
 from outrider.v1 import target_pb2
 
@@ -23,7 +23,7 @@ class Fleet:
     def __init__(
         self,
         metrics: GatewayMetrics,
-        draft_timeout: float | None,
+        draft_use: DraftUse,
         security: GatewaySecurity,
         allow_synthetic: bool = False,
     ) -> None:
@@ -33,7 +33,7 @@ class Fleet:
         """
         self._to_targets, self._to_drafts = security.towards_target(), security.towards_draft()
         self._metrics = metrics
-        self._draft_timeout = draft_timeout
+        self._draft_use = draft_use
         self._allow_synthetic = allow_synthetic
         self._changed = asyncio.Event()
         self.targets: list[Target] = []
@@ -123,7 +123,7 @@ class Fleet:
 
     def _draft(self, draft: Draft | None, share: DraftShare, target: Target) -> Draft:
         if draft is None:
-            draft = Draft(share, self._to_drafts, target, self._draft_timeout, self._change, self._allow_synthetic)
+            draft = Draft(share, self._to_drafts, target, self._draft_use, self._change, self._allow_synthetic)
             draft.start()
         draft.percent = share.percent
         return draft

@@ -6,9 +6,10 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from gateway.draft_session import DraftSession
-from gateway.fit import check_draft, check_target, common_transport
+from gateway.fit import check_draft, check_target, common_transport, runs_rounds
 from gateway.metrics import GatewayMetrics, ModelMetrics, SpeculationMetrics
 from gateway.pairing import DraftShare
 from gateway.peers import INFO_SECONDS, Peer
@@ -23,6 +24,14 @@ log = logging.getLogger(__name__)
 _LONGEST_PAUSE_SECONDS = 8.0
 
 
+@dataclass(frozen=True)
+class DraftUse:
+    """How drafts are used: seconds until a proposal is late, None for what their answers teach; and by whom driven."""
+
+    timeout: float | None = None
+    pair_rounds: bool = True
+
+
 class Draft(Peer):
     """A draft beside a target. It is used when it is available and its target too."""
 
@@ -34,14 +43,14 @@ class Draft(Peer):
         share: DraftShare,
         security: ClientSecurity,
         target: Target,
-        timeout: float | None,
+        use: DraftUse,
         on_change: Callable[[], None],
         allow_synthetic: bool = False,
     ) -> None:
         super().__init__(share.address, security, on_change)
         self.percent = share.percent  # of its target's requests
         self._target = target
-        self._timeout = timeout
+        self._use = use
         self._allow_synthetic = allow_synthetic
         self._stub = draft_pb2_grpc.DraftServiceStub(self.channel)
         self.info = draft_pb2.GetDraftInfoResponse()
@@ -53,6 +62,11 @@ class Draft(Peer):
     def num_sequences(self) -> int:
         """Sequences of this gateway on it."""
         return len(self.session.sequences) if self.session else 0
+
+    @property
+    def runs_rounds(self) -> bool:
+        """Whether its target and it may run rounds by themselves."""
+        return self._use.pair_rounds and runs_rounds(self._target.info, self.info)
 
     def transport(self, target: target_pb2.GetTargetInfoResponse) -> common_pb2.Transport:
         """How the target's rows reach it."""
@@ -67,7 +81,7 @@ class Draft(Peer):
         if self.session is None or not self.session.alive:
             self.session = DraftSession(
                 self._stub,
-                self._timeout,
+                self._use.timeout,
                 lambda reason, count: self.metrics.discard(reason, count),
                 self._unanswered,
                 self._lost,

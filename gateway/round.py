@@ -44,7 +44,10 @@ async def run_on(target: Target, request: Request, drafting: Drafting, recovery:
         recovery.progressed()
         while not request.finished:
             recovery.leave_if_draining(target)
-            await run_round(request, sequence, drafting)
+            if drafting.pair_continues:
+                await hear_of_round(request, sequence, drafting)
+            else:
+                await run_round(request, sequence, drafting)
             recovery.progressed()
     finally:
         sequence.close()
@@ -68,13 +71,27 @@ async def run_round(request: Request, sequence: TargetSequence, drafting: Drafti
     begun = perf_counter()
     chain = await drafting.chain()
     proposed = perf_counter()
-    sequence.advance(chain.token_ids, drafting.aux_change())
+    sequence.advance(chain.token_ids, drafting.aux_change(), drafting.grant(chain))
     event = await verified_event(sequence, chain)
     verified = perf_counter()
     if drafting.take_advanced(event.advanced):
         await asyncio.sleep(0)  # the draft is written to first: it works while the client is told
     num_accepted = request.deliver(event.advanced, len(chain.token_ids))
     times = RoundTimes(proposed - begun, verified - proposed, perf_counter() - verified)
+    after_writes(count_round, request, chain, event, num_accepted, times)
+
+
+async def hear_of_round(request: Request, sequence: TargetSequence, drafting: Drafting) -> None:
+    """One round that target and draft run by themselves: say how far they may go, hear of it, tell the client."""
+    if (grant := drafting.regrant()) is not None:
+        sequence.grant(grant)
+    begun = sequence.event_time
+    event = await sequence.next_event()
+    chain = drafting.pair_chain(event.advanced)
+    drafting.take_advanced(event.advanced)
+    num_accepted = request.deliver(event.advanced, len(chain.token_ids))
+    # What the gateway does meanwhile holds nothing up.
+    times = RoundTimes(chain.waited, max(sequence.event_time - begun - chain.waited, 0.0), 0.0)
     after_writes(count_round, request, chain, event, num_accepted, times)
 
 

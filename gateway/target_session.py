@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
+from time import perf_counter
 
 from gateway.streams import HeldStream
 from outrider.errors import REOPEN_REASONS, from_status, reason_of
@@ -15,6 +16,7 @@ LOST = "LOST"  # the stream or the process is gone
 
 AuxRequest = target_pb2.TargetCommand.AuxRequest
 OpenSequence = target_pb2.TargetCommand.OpenSequence
+GrantRounds = target_pb2.TargetCommand.GrantRounds
 
 
 class SequenceLost(Exception):
@@ -32,17 +34,24 @@ class TargetSequence:
         self.id = sequence_id
         self.session = session
         self.open = True
-        self._events: deque[target_pb2.TargetEvent] = deque()
+        self.event_time = 0.0  # when the event that was taken last arrived, by perf_counter
+        self._events: deque[tuple[float, target_pb2.TargetEvent]] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._loss: SequenceLost | None = None
 
-    def advance(self, chain: Sequence[int], aux: AuxRequest | None) -> None:
-        """Has a chain verified; Advanced answers it."""
+    def advance(self, chain: Sequence[int], aux: AuxRequest | None, grant: GrantRounds | None) -> None:
+        """Has a chain verified, and lets the pair go on by itself from there; Advanced answers it."""
+        if grant is not None:
+            self.grant(grant)
         command = self.session.command(self.id).advance
         command.SetInParent()
         command.draft_token_ids.extend(chain)
         if aux is not None:
             command.aux.CopyFrom(aux)
+
+    def grant(self, grant: GrantRounds) -> None:
+        """Lets target and draft go on by themselves, as far as it says."""
+        self.session.command(self.id).grant.CopyFrom(grant)
 
     async def next_event(self) -> target_pb2.TargetEvent:
         """The next Prefilled or Advanced. Raises SequenceLost, or the target's error where reopening would not help."""
@@ -51,7 +60,7 @@ class TargetSequence:
                 raise self._loss
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        event = self._events.popleft()
+        self.event_time, event = self._events.popleft()
         if event.HasField("error"):
             reason = reason_of(event.error)
             if reason in REOPEN_REASONS:
@@ -75,7 +84,7 @@ class TargetSequence:
         if ended:
             self.open = False
             self.session.forget(self)
-        self._events.append(event)
+        self._events.append((perf_counter(), event))
         self._wake()
 
     def lose(self, reason: str) -> None:

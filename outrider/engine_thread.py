@@ -1,5 +1,7 @@
 """One thread that runs an engine: commands come in from the event loop, results go back to it.
 
+Commands can also come from sources that the thread itself watches, such as the socket of a pair.
+
 The engine never touches grpc objects; the event loop never touches tensors.
 """
 
@@ -7,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import queue
+import os
+import select
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
@@ -38,6 +42,23 @@ class Engine(Protocol[Command]):
         """A step raised. The engine ends the sequences that took part, and goes on."""
 
 
+class Source(Protocol[Command]):
+    """Something that commands are read from, in the engine's thread."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether there will be no more. It is closed then."""
+
+    def fileno(self) -> int:
+        """Readable when there is something to read."""
+
+    def read(self) -> list[Command]:
+        """The commands that wait. Must not raise."""
+
+    def close(self) -> None:
+        """Gives the descriptor back."""
+
+
 class EngineThread(Generic[Command]):
     """Drives an Engine until it is stopped."""
 
@@ -45,7 +66,12 @@ class EngineThread(Generic[Command]):
         """`prepare` is called in the thread, before anything else."""
         self._engine = engine
         self._prepare = prepare
-        self._inbox: queue.SimpleQueue[tuple[Command, ...] | None] = queue.SimpleQueue()
+        self._inbox: deque[tuple[Command, ...] | None] = deque()
+        self._sources: dict[int, Source[Command]] = {}
+        # Rung for what was put into the inbox.
+        self._doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._readable = select.epoll()
+        self._readable.register(self._doorbell, select.EPOLLIN)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -57,7 +83,12 @@ class EngineThread(Generic[Command]):
 
     def submit(self, *commands: Command) -> None:
         """Hands commands to the engine, those of one call together; from any thread, never blocks."""
-        self._inbox.put(commands)
+        self._put(commands)
+
+    def watch(self, source: Source[Command]) -> None:
+        """Takes commands from a source, too, until it ends; from any thread."""
+        self._sources[source.fileno()] = source
+        self._readable.register(source.fileno(), select.EPOLLIN)
 
     def deliver(self, callback: Callable[..., object], *args: object) -> None:
         """Called by the engine: runs `callback(*args)` on the event loop."""
@@ -67,8 +98,12 @@ class EngineThread(Generic[Command]):
 
     def stop(self, timeout: float = 5.0) -> None:
         """Lets the running step finish, then ends the thread."""
-        self._inbox.put(None)
+        self._put(None)
         self._thread.join(timeout)
+
+    def _put(self, commands: tuple[Command, ...] | None) -> None:
+        self._inbox.append(commands)
+        os.eventfd_write(self._doorbell, 1)
 
     def _run(self) -> None:
         self._prepare()
@@ -85,13 +120,33 @@ class EngineThread(Generic[Command]):
                 self._engine.on_failure(error)
 
     def _take(self, wait: float | None) -> tuple[list[Command], bool]:
-        """All waiting commands; waits at most `wait` seconds for the first."""
+        """All waiting commands, and whether to stop; waits at most `wait` seconds for the first.
+
+        Sources come first: what the event loop brings may answer what has come through them.
+        """
         commands: list[Command] = []
-        try:
-            item = self._inbox.get_nowait() if wait == 0 else self._inbox.get(timeout=wait)
-            while item is not None:
-                commands.extend(item)
-                item = self._inbox.get_nowait()
-            return commands, True
-        except queue.Empty:
-            return commands, False
+        for descriptor, _ in self._wait(wait):
+            if descriptor == self._doorbell:
+                os.eventfd_read(self._doorbell)
+            else:
+                commands += self._read(self._sources[descriptor])
+        while self._inbox:
+            item = self._inbox.popleft()
+            if item is None:
+                return commands, True
+            commands.extend(item)
+        return commands, False
+
+    def _wait(self, seconds: float | None) -> list[tuple[int, int]]:
+        """Which descriptors are readable, once one is."""
+        if seconds:  # epoll itself waits for whole milliseconds
+            select.select([self._readable], [], [], seconds)
+        return self._readable.poll(None if seconds is None else 0)
+
+    def _read(self, source: Source[Command]) -> list[Command]:
+        commands = source.read()
+        if source.ended:
+            self._readable.unregister(source.fileno())
+            del self._sources[source.fileno()]
+            source.close()
+        return commands

@@ -16,6 +16,7 @@ import torch
 
 from outrider.cuda_memory import CudaDevice, CudaError
 from outrider.errors import InvalidArgument
+from outrider.pair_socket import FEATURE, PairListener, PairSocket, sweep_stale_sockets
 from outrider.shared_buffers import CUDA_IPC, INLINE, SHARED_MEMORY, DeviceBuffer, HostBuffer, SharedBuffer
 from outrider.shared_memory import SharedSegment, sweep_stale_segments
 from outrider.shared_slices import SliceWriter, tensor_at
@@ -33,6 +34,8 @@ class Attachment:
     buffer_id: str
     memory: SharedBuffer
     writer: SliceWriter
+    # Where the draft connects for pair-local rounds, until it has.
+    listener: PairListener | None = None
     opened: bool = False
 
     @property
@@ -40,10 +43,12 @@ class Attachment:
         """How the draft opens it."""
         return self.memory.handle(self.buffer_id)
 
-    def set_opened(self) -> None:
-        """The draft has it: its name may go."""
+    def set_opened(self) -> PairSocket | None:
+        """The draft has it: its name may go. Returns the socket where the draft has connected to one."""
         self.memory.unlink()
         self.opened = True
+        listener, self.listener = self.listener, None
+        return listener.accept() if listener is not None else None
 
     def release(self, message: target_pb2.AttachRequest.BufferReleased) -> None:
         """Slices were read. Raises InvalidArgument for another buffer, or for a slice that was never handed out."""
@@ -66,12 +71,14 @@ class Buffers:
         """
         self._instance_id = instance_id
         self._device = device
+        self._group = group
         self._attachments: dict[str, Attachment] = {}
         self._num_created = 0
         self._spares: dict[common_pb2.Transport, list[SharedBuffer]] = {}
         self._kinds: dict[common_pb2.Transport, Callable[[], SharedBuffer]] = {}
         if size:
             sweep_stale_segments()
+            sweep_stale_sockets()
             self._kinds[SHARED_MEMORY] = lambda: HostBuffer(SharedSegment.create(size, group), device, read_only=False)
             self._spares[SHARED_MEMORY] = [self._kinds[SHARED_MEMORY]()]
         if size and device is not None:
@@ -85,6 +92,11 @@ class Buffers:
     def transports(self) -> list[common_pb2.Transport]:
         """What this target offers, best first."""
         return [transport for transport in (CUDA_IPC, SHARED_MEMORY) if transport in self._kinds] + [INLINE]
+
+    @property
+    def features(self) -> list[str]:
+        """Optional parts of the contract that the buffers make possible."""
+        return [FEATURE] * bool(self._kinds)
 
     @property
     def num_attached(self) -> int:
@@ -109,12 +121,16 @@ class Buffers:
                 continue
             self._num_created += 1
             attachment = Attachment(f"{self._instance_id}/{self._num_created}", memory, SliceWriter(memory.bytes))
+            if draft.pair_rounds:
+                attachment.listener = self._listen()
             self._attachments[draft.draft_instance_id] = attachment
             return attachment
         return None
 
     def detach(self, draft_instance_id: str, attachment: Attachment) -> None:
         """The draft went away. One that has attached anew keeps its new buffer."""
+        if attachment.listener is not None:
+            attachment.listener.close()
         if self._attachments.get(draft_instance_id) is attachment:
             del self._attachments[draft_instance_id]
 
@@ -165,6 +181,13 @@ class Buffers:
         for memory in [*self._spares.get(SHARED_MEMORY, []), *attached]:
             if memory.transport == SHARED_MEMORY:
                 memory.close()
+
+    def _listen(self) -> PairListener | None:
+        try:
+            return PairListener(self._group)
+        except OSError as error:
+            log.error("rounds are driven by the gateway: %s", error)
+            return None
 
     def _attachment(self, sequence: Sequence) -> Attachment | None:
         """The buffer that the sequence's rows go into, if there is one and its reader has opened it."""

@@ -11,12 +11,13 @@ import torch
 from kernels.sampling import SamplingParams
 from outrider.errors import OutriderError
 from outrider.tensors import DTYPES
-from outrider.v1 import common_pb2
+from outrider.v1 import common_pb2, draft_pb2, target_pb2
 from target_service.logprobs import TokenLogprobs
 from target_service.verification import EndingRules
 
 if TYPE_CHECKING:
     from target_service.attach import Attachment
+    from target_service.pair_rounds import PairLink
 
 
 class Session(Protocol):
@@ -56,13 +57,27 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """Verifies a chain; `aux` None keeps what was asked for before."""
+    """Verifies a chain; `aux` None keeps what was asked for before. `pair_round` is there for the pair's own."""
 
     session: Session
     sequence_id: int
     draft_token_ids: list[int]
     aux: AuxRequest | None
     received: float
+    pair_round: target_pb2.TargetEvent.PairRound | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Lets the pair run rounds by itself while the sequence is shorter than `until_length`; `timeout` in seconds."""
+
+    session: Session
+    sequence_id: int
+    draft_instance_id: str
+    link_id: int
+    until_length: int
+    num_draft_tokens: int
+    timeout: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +120,28 @@ class Detached:
 
 
 @dataclass(frozen=True, slots=True)
+class Linked:
+    """A draft has connected for pair-local rounds."""
+
+    link: PairLink
+
+
+@dataclass(frozen=True, slots=True)
+class Unlinked:
+    """It is gone."""
+
+    link: PairLink
+
+
+@dataclass(frozen=True, slots=True)
+class Proposed:
+    """What a draft answered through its link."""
+
+    link: PairLink
+    event: draft_pb2.DraftEvent
+
+
+@dataclass(frozen=True, slots=True)
 class Drain:
     """From now on no sequence is opened."""
 
@@ -114,7 +151,8 @@ class Expel:
     """All sequences end with DRAINING."""
 
 
-Command = Open | Advance | Close | Reject | RowsWritten | EndSession | Detached | Drain | Expel
+FromCaller = Open | Advance | Grant | Close | Reject | RowsWritten | EndSession
+Command = FromCaller | Detached | Linked | Unlinked | Proposed | Drain | Expel
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +213,8 @@ class Advanced:
     logprobs: list[TokenLogprobs]
     finish_reason: common_pb2.FinishReason
     timing: Timing
+    continues: bool = False
+    pair_round: target_pb2.TargetEvent.PairRound | None = None
 
 
 @dataclass(frozen=True, slots=True)

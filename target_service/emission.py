@@ -15,6 +15,7 @@ from target_service.commands import Advanced, Prefilled, Rows, Timing
 from target_service.logprobs import TokenLogprobs, token_logprobs
 from target_service.metrics import TargetMetrics
 from target_service.models import ForwardOutput, Model
+from target_service.pair_rounds import PairRounds
 from target_service.roster import Roster
 from target_service.scheduler import Work
 from target_service.sequence import Sequence
@@ -36,12 +37,19 @@ class Emitter:
     """Accepts chains, takes emitted tokens into their sequences, and hands the events to the roster."""
 
     def __init__(
-        self, model: Model, roster: Roster, sender: RowSender, metrics: TargetMetrics, script: Script | None = None
+        self,
+        model: Model,
+        roster: Roster,
+        sender: RowSender,
+        pairs: PairRounds,
+        metrics: TargetMetrics,
+        script: Script | None = None,
     ) -> None:
         """`script`: how much of a chain is accepted, whatever its tokens are."""
         self._model = model
         self._roster = roster
         self._sender = sender
+        self._pairs = pairs
         self._metrics = metrics
         self._script = script
 
@@ -103,15 +111,26 @@ class Emitter:
         if sequence.open.top_logprobs is not None and logits is not None:
             num_top = [sequence.open.top_logprobs] * len(emitted)
             logprobs = token_logprobs(logits[: len(emitted)], emitted, num_top)
-        timing = Timing(began - (advance or sequence.open).received, compute)
-        self._roster.put(
-            sequence,
-            Advanced(sequence.open.sequence_id, emitted, verdict.num_accepted, rows, logprobs, finish, timing),
-        )
-        self._metrics.generation_tokens(len(emitted))
         sequence.append(emitted)
         sequence.advance, sequence.idle_since = None, began + compute
-        if finish != common_pb2.FINISH_REASON_UNSPECIFIED:
+        ended = finish != common_pb2.FINISH_REASON_UNSPECIFIED
+        continues = not ended and self._pairs.hand_over(sequence, rows, emitted)
+        self._roster.put(
+            sequence,
+            Advanced(
+                sequence.open.sequence_id,
+                emitted,
+                verdict.num_accepted,
+                None if continues else rows,
+                logprobs,
+                finish,
+                Timing(began - (advance or sequence.open).received, compute),
+                continues,
+                advance.pair_round if advance else None,
+            ),
+        )
+        self._metrics.generation_tokens(len(emitted))
+        if ended:
             self._roster.release(sequence)
 
     def _prompt_logprobs(self, sequence: Sequence, hidden: torch.Tensor, start: int) -> list[TokenLogprobs]:

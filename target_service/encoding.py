@@ -51,6 +51,9 @@ def _fill_advanced(message: target_pb2.TargetEvent.Advanced, event: Advanced) ->
     if event.rows is not None:
         _fill_rows(message.hidden_states, event.rows)
     message.logprobs.extend(map(_logprobs_message, event.logprobs))
+    message.continues = event.continues
+    if event.pair_round is not None:
+        message.pair_round.CopyFrom(event.pair_round)
 
 
 def _fill_prefilled(message: target_pb2.TargetEvent.Prefilled, event: Prefilled) -> None:

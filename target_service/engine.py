@@ -23,6 +23,7 @@ from target_service.limits import Limits
 from target_service.metrics import TargetMetrics
 from target_service.models import Model
 from target_service.pace import Pace
+from target_service.pair_rounds import PairRounds
 from target_service.roster import Roster
 from target_service.scheduler import Plan, Scheduler
 
@@ -48,8 +49,9 @@ class TargetEngine:
         self.scheduler = Scheduler(limits, self.pages)
         longest = self.pages.pages_for(limits.max_sequence_length + limits.max_draft_tokens)
         self._computation = Computation(model, cache, PageTables(limits.max_sequences, longest, self._device), graphs)
-        self.roster = Roster(self.scheduler, buffers, metrics, deliver)
-        self._emitter = Emitter(model, self.roster, RowSender(buffers, metrics), metrics, script)
+        self.pairs = PairRounds(limits)
+        self.roster = Roster(self.scheduler, buffers, self.pairs, metrics, deliver)
+        self._emitter = Emitter(model, self.roster, RowSender(buffers, metrics), self.pairs, metrics, script)
         self._pace = Pace(self.scheduler)
         self.buffers = buffers
         self._metrics = metrics
@@ -70,13 +72,15 @@ class TargetEngine:
     def idle_seconds(self) -> float | None:
         """How long a step has nothing to do: 0 for not at all, None for until a command comes."""
         now = time.monotonic()
-        times = [at for at in (self._pace.start(now), self.scheduler.next_expiry()) if at is not None]
-        return max(min(times) - now, 0.0) if times else None
+        times = self._pace.start(now), self.scheduler.next_expiry(), self.pairs.next_deadline()
+        nearest = min((at for at in times if at is not None), default=None)
+        return max(nearest - now, 0.0) if nearest is not None else None
 
     @torch.inference_mode()
     def step(self) -> None:
         """Schedules, runs the model, chooses tokens, accepts chains and emits."""
         began = time.monotonic()
+        self.roster.advance_late(began)
         self._plan = plan = self._schedule(began)
         if plan.work:
             self._aim(plan)
@@ -132,3 +136,4 @@ class TargetEngine:
                 self._emitter.advanced(work, rows.choosing, logits, choices[own], began, compute)
                 chosen += count
             row += work.count
+        self.pairs.send()

@@ -65,6 +65,7 @@ def load_target(settings: Settings, instance_id: str, metrics: TargetMetrics, de
     thread: EngineThread[Command] = EngineThread(engine, "engine", partial(use_device, device))
     info = _info(settings, instance_id, model, limits, num_pages * KVCache.page_size)
     info.transports.extend(buffers.transports)
+    info.features.extend(buffers.features)
     info.weights_fingerprint = weights.fingerprint
     info.tokenizer_sha256, info.vocabulary_sha256 = tokenizer.sha256, tokenizer.vocabulary_sha256
     log.info(
@@ -76,7 +77,7 @@ def load_target(settings: Settings, instance_id: str, metrics: TargetMetrics, de
         limits.max_sequence_length,
     )
     reader = CommandReader(limits, model.config.eos_token_ids)
-    return Loaded(engine, thread, Target(info, reader, thread.submit, weights, tokenizer, buffers))
+    return Loaded(engine, thread, Target(info, reader, thread, weights, tokenizer, buffers))
 
 
 def _open(settings: Settings, device: torch.device) -> tuple[Checkpoint, TokenizerFiles]:

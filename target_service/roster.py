@@ -27,13 +27,18 @@ from target_service.commands import (
     Event,
     Expel,
     Failed,
+    Grant,
+    Linked,
     Open,
+    Proposed,
     Reject,
     RowsWritten,
     Session,
     Stats,
+    Unlinked,
 )
 from target_service.metrics import TargetMetrics
+from target_service.pair_rounds import PairRounds
 from target_service.scheduler import Scheduler
 from target_service.sequence import Key, Sequence
 
@@ -47,6 +52,7 @@ class Roster:
         self,
         scheduler: Scheduler,
         buffers: Buffers,
+        pairs: PairRounds,
         metrics: TargetMetrics,
         deliver: Callable[..., None],
     ) -> None:
@@ -54,6 +60,7 @@ class Roster:
         self.draining = False
         self._scheduler = scheduler
         self._buffers = buffers
+        self._pairs = pairs
         self._metrics = metrics
         self._deliver = deliver
         self._opened = 0
@@ -64,6 +71,12 @@ class Roster:
         match command:
             case Advance():
                 self._advance(command)
+            case Proposed():
+                if advance := self._pairs.take(command):
+                    self._advance(advance)
+            case Grant():
+                if sequence := self._find(command):
+                    sequence.grant = command
             case Open():
                 self._open(command)
             case Close():
@@ -80,6 +93,11 @@ class Roster:
                 self._outgoing.pop(command.session, None)
             case Detached():
                 self._buffers.close(command.attachment)
+            case Linked():
+                self._pairs.link(command.link)
+            case Unlinked():
+                for advance in self._pairs.unlink(command.link):
+                    self._advance(advance)
             case Drain():
                 self.draining = True
                 for sequence in list(self._scheduler.waiting):
@@ -87,6 +105,11 @@ class Roster:
             case Expel():
                 for sequence in list(self.sequences.values()):
                     self.fail(sequence, _draining())
+
+    def advance_late(self, now: float) -> None:
+        """Sequences whose drafts are late go on without a chain."""
+        for advance in self._pairs.late(now):
+            self._advance(advance)
 
     def put(self, sequence: Sequence, event: Event) -> None:
         """Keeps an event for the sequence's session until `flush`."""
@@ -134,7 +157,7 @@ class Roster:
         sequence = self._find(command)
         if sequence is None:
             self._answer(command.session, command.sequence_id, _unknown(command.sequence_id))
-        elif sequence.idle_since is None:
+        elif sequence.idle_since is None or sequence.wait is not None:
             self.fail(sequence, _early(sequence))
         else:
             sequence.turnaround = command.received - sequence.idle_since
@@ -150,11 +173,12 @@ class Roster:
         self._metrics.failed(error.reason)
         self._outgoing.setdefault(session, []).append(Failed(sequence_id, error))
 
-    def _find(self, command: Advance | Close | RowsWritten | Reject) -> Sequence | None:
+    def _find(self, command: Advance | Grant | Close | RowsWritten | Reject) -> Sequence | None:
         return self.sequences.get((command.session, command.sequence_id))
 
     def _forget(self, sequence: Sequence) -> None:
         del self.sequences[sequence.key]
+        self._pairs.forget(sequence)
         self._buffers.abandon(sequence)
 
 
@@ -181,5 +205,5 @@ def _used_twice() -> InvalidArgument:
 
 
 def _early(sequence: Sequence) -> InvalidArgument:
-    owed = "the last advance" if sequence.advance is not None else "the open"
+    owed = "the last advance" if sequence.computed >= sequence.num_prompt else "the open"
     return InvalidArgument("advance", f"expected no command before {owed} is answered")

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kernels.penalties import TokenHistory
-from target_service.commands import Advance, AuxRequest, Open, Session
+from target_service.commands import Advance, AuxRequest, Grant, Open, Session
+
+if TYPE_CHECKING:
+    from target_service.pair_rounds import Wait
 
 Key = tuple[Session, int]  # session, sequence id
 
@@ -31,6 +35,11 @@ class Sequence:
     # How many of the pages stand in the page tables.
     tabled_pages: int = 0
     advance: Advance | None = None
+    # How far its target and draft may go by themselves, and the chain that they wait for.
+    grant: Grant | None = None
+    wait: Wait | None = None
+    # Proposed tokens that came to nothing since the last round.
+    num_discarded: int = 0
     # Since when the caller owes a command; None while prefilling or with a command waiting.
     idle_since: float | None = None
     # How long the caller took from the last answer to its next command.

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import grpc
 
+from outrider.engine_thread import EngineThread
 from outrider.errors import OutriderError, Unavailable, abort
 from outrider.stream import PEER_GONE, serve_stream
 from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
 from target_service.attach import Buffers
 from target_service.attach_stream import serve_attach
+from target_service.commands import Command
 from target_service.encoding import verify_response
 from target_service.session import VerifySession
 from target_service.shared_weights import SharedWeights
@@ -26,7 +28,7 @@ class Target:
 
     info: target_pb2.GetTargetInfoResponse
     reader: CommandReader
-    submit: Callable[..., None]
+    engine: EngineThread[Command]
     weights: SharedWeights
     tokenizer: TokenizerFiles
     buffers: Buffers
@@ -74,7 +76,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         target = await self._loaded(context)
         try:
             with contextlib.suppress(PEER_GONE):
-                await serve_attach(context, target.buffers, target.info.instance_id, target.submit)
+                await serve_attach(context, target.buffers, target.info.instance_id, target.engine)
         except OutriderError as error:
             await abort(context, error)
 
@@ -83,7 +85,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     ) -> None:
         """A session."""
         target = await self._loaded(context)
-        session = VerifySession(target.reader, target.submit)
+        session = VerifySession(target.reader, target.engine.submit)
         self.sessions.add(session)
         try:
             await serve_stream(context, session.dispatch, session, verify_response)

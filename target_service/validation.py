@@ -13,7 +13,7 @@ import torch
 from kernels.sampling import SamplingParams
 from outrider.errors import InvalidArgument
 from outrider.v1 import common_pb2, target_pb2
-from target_service.commands import Advance, AuxRequest, Close, Command, Open, Reject, Session
+from target_service.commands import Advance, AuxRequest, Close, Command, Grant, Open, Reject, Session
 from target_service.limits import Limits
 from target_service.verification import EndingRules
 
@@ -52,7 +52,9 @@ class CommandReader:
                     return self._open(session, sequence_id, message.open)
                 case "close":
                     return Close(session, sequence_id)
-            raise InvalidArgument("command", "expected open, advance or close, found none that is known here")
+                case "grant":
+                    return self._grant(session, sequence_id, message.grant)
+            raise InvalidArgument("command", "expected open, advance, grant or close, found none that is known here")
         except InvalidArgument as error:
             return Reject(session, sequence_id, error)
 
@@ -67,6 +69,19 @@ class CommandReader:
             self._check_tokens("advance.draft_token_ids", chain)
         aux = self._aux("advance.aux", message.aux) if message.HasField("aux") else None
         return Advance(session, sequence_id, chain, aux, time.monotonic())
+
+    def _grant(self, session: Session, sequence_id: int, message: _Command.GrantRounds) -> Grant:
+        if message.until_length and not (message.draft_instance_id and message.link_id):
+            raise InvalidArgument("grant", "expected draft_instance_id and link_id, found none")
+        return Grant(
+            session,
+            sequence_id,
+            message.draft_instance_id,
+            message.link_id,
+            message.until_length,
+            message.num_draft_tokens,
+            message.timeout_us * 1e-6,
+        )
 
     def _open(self, session: Session, sequence_id: int, message: _Command.OpenSequence) -> Open:
         token_ids = self._prompt(message)

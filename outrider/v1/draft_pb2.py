@@ -26,7 +26,7 @@ from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/draft.proto\x12\x0boutrider.v1\x1a\x17google/rpc/status.proto\x1a\x18outrider/v1/common.proto\"\x15\n\x13GetDraftInfoRequest\"\x8e\x03\n\x14GetDraftInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12\x1a\n\x12target_instance_id\x18\x04 \x01(\t\x12\x1b\n\x13weights_fingerprint\x18\x05 \x01(\t\x12\x16\n\x0e\x61ux_boundaries\x18\x06 \x03(\r\x12\x18\n\x10\x64raft_vocab_size\x18\x07 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\x08 \x01(\r\x12\x1b\n\x13max_sequence_length\x18\t \x01(\r\x12*\n\ntransports\x18\n \x03(\x0e\x32\x16.outrider.v1.Transport\x12\x12\n\nvocab_size\x18\x0b \x01(\r\x12\x1a\n\x12target_hidden_size\x18\x0c \x01(\r\x12\x19\n\x11vocabulary_sha256\x18\r \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x14 \x03(\t\x12\x11\n\tsynthetic\x18\x15 \x01(\x08\"=\n\x0eProposeRequest\x12+\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x19.outrider.v1.DraftCommand\"\xd9\x03\n\x0c\x44raftCommand\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x33\n\x04open\x18\x02 \x01(\x0b\x32#.outrider.v1.DraftCommand.OpenDraftH\x00\x12\x37\n\x06\x65xtend\x18\x03 \x01(\x0b\x32%.outrider.v1.DraftCommand.ExtendDraftH\x00\x12\x35\n\x05\x63lose\x18\x04 \x01(\x0b\x32$.outrider.v1.DraftCommand.CloseDraftH\x00\x1ai\n\tOpenDraft\x12-\n\x08sampling\x18\x01 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x14 \x01(\t\x12\x13\n\x0btraceparent\x18\x15 \x01(\tJ\x04\x08\x1e\x10\x32\x1a\x8a\x01\n\x0b\x45xtendDraft\x12\x30\n\rhidden_states\x18\x01 \x01(\x0b\x32\x19.outrider.v1.HiddenStates\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x18\n\x10num_draft_tokens\x18\x03 \x01(\r\x12\x16\n\x0emin_confidence\x18\x04 \x01(\x02J\x04\x08\x1e\x10\x32\x1a\x0c\n\nCloseDraftB\t\n\x07\x63ommand\":\n\x0fProposeResponse\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.outrider.v1.DraftEvent\"\xf9\x01\n\nDraftEvent\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x34\n\x08proposal\x18\x02 \x01(\x0b\x32 .outrider.v1.DraftEvent.ProposalH\x00\x12#\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x12\x10\n\x08queue_us\x18\x04 \x01(\r\x12\x12\n\ncompute_us\x18\x05 \x01(\r\x1aL\n\x08Proposal\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rprobabilities\x18\x02 \x03(\x02\x12\x16\n\x0e\x66irst_position\x18\x03 \x01(\rB\x07\n\x05\x65vent2\xad\x01\n\x0c\x44raftService\x12S\n\x0cGetDraftInfo\x12 .outrider.v1.GetDraftInfoRequest\x1a!.outrider.v1.GetDraftInfoResponse\x12H\n\x07Propose\x12\x1b.outrider.v1.ProposeRequest\x1a\x1c.outrider.v1.ProposeResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/draft.proto\x12\x0boutrider.v1\x1a\x17google/rpc/status.proto\x1a\x18outrider/v1/common.proto\"\x15\n\x13GetDraftInfoRequest\"\x8e\x03\n\x14GetDraftInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12\x1a\n\x12target_instance_id\x18\x04 \x01(\t\x12\x1b\n\x13weights_fingerprint\x18\x05 \x01(\t\x12\x16\n\x0e\x61ux_boundaries\x18\x06 \x03(\r\x12\x18\n\x10\x64raft_vocab_size\x18\x07 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\x08 \x01(\r\x12\x1b\n\x13max_sequence_length\x18\t \x01(\r\x12*\n\ntransports\x18\n \x03(\x0e\x32\x16.outrider.v1.Transport\x12\x12\n\nvocab_size\x18\x0b \x01(\r\x12\x1a\n\x12target_hidden_size\x18\x0c \x01(\r\x12\x19\n\x11vocabulary_sha256\x18\r \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x14 \x03(\t\x12\x11\n\tsynthetic\x18\x15 \x01(\x08\"=\n\x0eProposeRequest\x12+\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x19.outrider.v1.DraftCommand\"\xea\x03\n\x0c\x44raftCommand\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x33\n\x04open\x18\x02 \x01(\x0b\x32#.outrider.v1.DraftCommand.OpenDraftH\x00\x12\x37\n\x06\x65xtend\x18\x03 \x01(\x0b\x32%.outrider.v1.DraftCommand.ExtendDraftH\x00\x12\x35\n\x05\x63lose\x18\x04 \x01(\x0b\x32$.outrider.v1.DraftCommand.CloseDraftH\x00\x1az\n\tOpenDraft\x12-\n\x08sampling\x18\x01 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x0f\n\x07link_id\x18\x02 \x01(\x04\x12\x12\n\nrequest_id\x18\x14 \x01(\t\x12\x13\n\x0btraceparent\x18\x15 \x01(\tJ\x04\x08\x1e\x10\x32\x1a\x8a\x01\n\x0b\x45xtendDraft\x12\x30\n\rhidden_states\x18\x01 \x01(\x0b\x32\x19.outrider.v1.HiddenStates\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x18\n\x10num_draft_tokens\x18\x03 \x01(\r\x12\x16\n\x0emin_confidence\x18\x04 \x01(\x02J\x04\x08\x1e\x10\x32\x1a\x0c\n\nCloseDraftB\t\n\x07\x63ommand\":\n\x0fProposeResponse\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.outrider.v1.DraftEvent\"\xf9\x01\n\nDraftEvent\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x34\n\x08proposal\x18\x02 \x01(\x0b\x32 .outrider.v1.DraftEvent.ProposalH\x00\x12#\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x12\x10\n\x08queue_us\x18\x04 \x01(\r\x12\x12\n\ncompute_us\x18\x05 \x01(\r\x1aL\n\x08Proposal\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rprobabilities\x18\x02 \x03(\x02\x12\x16\n\x0e\x66irst_position\x18\x03 \x01(\rB\x07\n\x05\x65vent2\xad\x01\n\x0c\x44raftService\x12S\n\x0cGetDraftInfo\x12 .outrider.v1.GetDraftInfoRequest\x1a!.outrider.v1.GetDraftInfoResponse\x12H\n\x07Propose\x12\x1b.outrider.v1.ProposeRequest\x1a\x1c.outrider.v1.ProposeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,19 +40,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROPOSEREQUEST']._serialized_start=515
   _globals['_PROPOSEREQUEST']._serialized_end=576
   _globals['_DRAFTCOMMAND']._serialized_start=579
-  _globals['_DRAFTCOMMAND']._serialized_end=1052
+  _globals['_DRAFTCOMMAND']._serialized_end=1069
   _globals['_DRAFTCOMMAND_OPENDRAFT']._serialized_start=781
-  _globals['_DRAFTCOMMAND_OPENDRAFT']._serialized_end=886
-  _globals['_DRAFTCOMMAND_EXTENDDRAFT']._serialized_start=889
-  _globals['_DRAFTCOMMAND_EXTENDDRAFT']._serialized_end=1027
-  _globals['_DRAFTCOMMAND_CLOSEDRAFT']._serialized_start=1029
-  _globals['_DRAFTCOMMAND_CLOSEDRAFT']._serialized_end=1041
-  _globals['_PROPOSERESPONSE']._serialized_start=1054
-  _globals['_PROPOSERESPONSE']._serialized_end=1112
-  _globals['_DRAFTEVENT']._serialized_start=1115
-  _globals['_DRAFTEVENT']._serialized_end=1364
-  _globals['_DRAFTEVENT_PROPOSAL']._serialized_start=1279
-  _globals['_DRAFTEVENT_PROPOSAL']._serialized_end=1355
-  _globals['_DRAFTSERVICE']._serialized_start=1367
-  _globals['_DRAFTSERVICE']._serialized_end=1540
+  _globals['_DRAFTCOMMAND_OPENDRAFT']._serialized_end=903
+  _globals['_DRAFTCOMMAND_EXTENDDRAFT']._serialized_start=906
+  _globals['_DRAFTCOMMAND_EXTENDDRAFT']._serialized_end=1044
+  _globals['_DRAFTCOMMAND_CLOSEDRAFT']._serialized_start=1046
+  _globals['_DRAFTCOMMAND_CLOSEDRAFT']._serialized_end=1058
+  _globals['_PROPOSERESPONSE']._serialized_start=1071
+  _globals['_PROPOSERESPONSE']._serialized_end=1129
+  _globals['_DRAFTEVENT']._serialized_start=1132
+  _globals['_DRAFTEVENT']._serialized_end=1381
+  _globals['_DRAFTEVENT_PROPOSAL']._serialized_start=1296
+  _globals['_DRAFTEVENT_PROPOSAL']._serialized_end=1372
+  _globals['_DRAFTSERVICE']._serialized_start=1384
+  _globals['_DRAFTSERVICE']._serialized_end=1557
 # @@protoc_insertion_point(module_scope)

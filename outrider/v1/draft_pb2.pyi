@@ -55,14 +55,16 @@ class ProposeRequest(_message.Message):
 class DraftCommand(_message.Message):
     __slots__ = ("sequence_id", "open", "extend", "close")
     class OpenDraft(_message.Message):
-        __slots__ = ("sampling", "request_id", "traceparent")
+        __slots__ = ("sampling", "link_id", "request_id", "traceparent")
         SAMPLING_FIELD_NUMBER: _ClassVar[int]
+        LINK_ID_FIELD_NUMBER: _ClassVar[int]
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
         TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
         sampling: _common_pb2.SamplingParams
+        link_id: int
         request_id: str
         traceparent: str
-        def __init__(self, sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
+        def __init__(self, sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., link_id: _Optional[int] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
     class ExtendDraft(_message.Message):
         __slots__ = ("hidden_states", "token_ids", "num_draft_tokens", "min_confidence")
         HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]

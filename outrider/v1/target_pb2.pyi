@@ -95,12 +95,14 @@ class FetchSharedWeightsResponse(_message.Message):
 class AttachRequest(_message.Message):
     __slots__ = ("draft", "opened", "released")
     class AttachDraft(_message.Message):
-        __slots__ = ("draft_instance_id", "transports")
+        __slots__ = ("draft_instance_id", "transports", "pair_rounds")
         DRAFT_INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
         TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+        PAIR_ROUNDS_FIELD_NUMBER: _ClassVar[int]
         draft_instance_id: str
         transports: _containers.RepeatedScalarFieldContainer[_common_pb2.Transport]
-        def __init__(self, draft_instance_id: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[_common_pb2.Transport, str]]] = ...) -> None: ...
+        pair_rounds: bool
+        def __init__(self, draft_instance_id: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[_common_pb2.Transport, str]]] = ..., pair_rounds: bool = ...) -> None: ...
     class BuffersOpened(_message.Message):
         __slots__ = ()
         def __init__(self) -> None: ...
@@ -120,12 +122,14 @@ class AttachRequest(_message.Message):
     def __init__(self, draft: _Optional[_Union[AttachRequest.AttachDraft, _Mapping]] = ..., opened: _Optional[_Union[AttachRequest.BuffersOpened, _Mapping]] = ..., released: _Optional[_Union[AttachRequest.BufferReleased, _Mapping]] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("target_instance_id", "buffers")
+    __slots__ = ("target_instance_id", "buffers", "socket_name")
     TARGET_INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     BUFFERS_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_NAME_FIELD_NUMBER: _ClassVar[int]
     target_instance_id: str
     buffers: _containers.RepeatedCompositeFieldContainer[BufferHandle]
-    def __init__(self, target_instance_id: _Optional[str] = ..., buffers: _Optional[_Iterable[_Union[BufferHandle, _Mapping]]] = ...) -> None: ...
+    socket_name: str
+    def __init__(self, target_instance_id: _Optional[str] = ..., buffers: _Optional[_Iterable[_Union[BufferHandle, _Mapping]]] = ..., socket_name: _Optional[str] = ...) -> None: ...
 
 class FetchTokenizerRequest(_message.Message):
     __slots__ = ()
@@ -164,7 +168,7 @@ class VerifyRequest(_message.Message):
     def __init__(self, commands: _Optional[_Iterable[_Union[TargetCommand, _Mapping]]] = ...) -> None: ...
 
 class TargetCommand(_message.Message):
-    __slots__ = ("sequence_id", "open", "advance", "close")
+    __slots__ = ("sequence_id", "open", "advance", "close", "grant")
     class OpenSequence(_message.Message):
         __slots__ = ("token_ids", "num_generated", "sampling", "max_new_tokens", "min_new_tokens", "stop_token_ids", "ignore_eos", "logprobs", "aux", "prompt_logprobs", "arrival_unix_us", "request_id", "traceparent")
         TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -215,15 +219,30 @@ class TargetCommand(_message.Message):
     class CloseSequence(_message.Message):
         __slots__ = ()
         def __init__(self) -> None: ...
+    class GrantRounds(_message.Message):
+        __slots__ = ("draft_instance_id", "link_id", "until_length", "num_draft_tokens", "timeout_us")
+        DRAFT_INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+        LINK_ID_FIELD_NUMBER: _ClassVar[int]
+        UNTIL_LENGTH_FIELD_NUMBER: _ClassVar[int]
+        NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+        TIMEOUT_US_FIELD_NUMBER: _ClassVar[int]
+        draft_instance_id: str
+        link_id: int
+        until_length: int
+        num_draft_tokens: int
+        timeout_us: int
+        def __init__(self, draft_instance_id: _Optional[str] = ..., link_id: _Optional[int] = ..., until_length: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., timeout_us: _Optional[int] = ...) -> None: ...
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     ADVANCE_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     open: TargetCommand.OpenSequence
     advance: TargetCommand.AdvanceSequence
     close: TargetCommand.CloseSequence
-    def __init__(self, sequence_id: _Optional[int] = ..., open: _Optional[_Union[TargetCommand.OpenSequence, _Mapping]] = ..., advance: _Optional[_Union[TargetCommand.AdvanceSequence, _Mapping]] = ..., close: _Optional[_Union[TargetCommand.CloseSequence, _Mapping]] = ...) -> None: ...
+    grant: TargetCommand.GrantRounds
+    def __init__(self, sequence_id: _Optional[int] = ..., open: _Optional[_Union[TargetCommand.OpenSequence, _Mapping]] = ..., advance: _Optional[_Union[TargetCommand.AdvanceSequence, _Mapping]] = ..., close: _Optional[_Union[TargetCommand.CloseSequence, _Mapping]] = ..., grant: _Optional[_Union[TargetCommand.GrantRounds, _Mapping]] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
     __slots__ = ("events", "stats")
@@ -249,18 +268,47 @@ class TargetEvent(_message.Message):
         first_logprob_position: int
         def __init__(self, num_computed: _Optional[int] = ..., hidden_states: _Optional[_Union[_common_pb2.HiddenStates, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., num_cached: _Optional[int] = ..., first_logprob_position: _Optional[int] = ...) -> None: ...
     class Advanced(_message.Message):
-        __slots__ = ("token_ids", "num_accepted", "hidden_states", "logprobs", "finish_reason")
+        __slots__ = ("token_ids", "num_accepted", "hidden_states", "logprobs", "finish_reason", "continues", "pair_round")
         TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
         NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
         HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
         LOGPROBS_FIELD_NUMBER: _ClassVar[int]
         FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+        CONTINUES_FIELD_NUMBER: _ClassVar[int]
+        PAIR_ROUND_FIELD_NUMBER: _ClassVar[int]
         token_ids: _containers.RepeatedScalarFieldContainer[int]
         num_accepted: int
         hidden_states: _common_pb2.HiddenStates
         logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
         finish_reason: _common_pb2.FinishReason
-        def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[int] = ..., hidden_states: _Optional[_Union[_common_pb2.HiddenStates, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ...) -> None: ...
+        continues: bool
+        pair_round: TargetEvent.PairRound
+        def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[int] = ..., hidden_states: _Optional[_Union[_common_pb2.HiddenStates, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., continues: bool = ..., pair_round: _Optional[_Union[TargetEvent.PairRound, _Mapping]] = ...) -> None: ...
+    class PairRound(_message.Message):
+        __slots__ = ("draft_token_ids", "draft_queue_us", "draft_compute_us", "waited_us", "no_chain", "num_discarded")
+        class NoChain(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+            __slots__ = ()
+            NO_CHAIN_UNSPECIFIED: _ClassVar[TargetEvent.PairRound.NoChain]
+            NO_CHAIN_EMPTY: _ClassVar[TargetEvent.PairRound.NoChain]
+            NO_CHAIN_LATE: _ClassVar[TargetEvent.PairRound.NoChain]
+            NO_CHAIN_LOST: _ClassVar[TargetEvent.PairRound.NoChain]
+        NO_CHAIN_UNSPECIFIED: TargetEvent.PairRound.NoChain
+        NO_CHAIN_EMPTY: TargetEvent.PairRound.NoChain
+        NO_CHAIN_LATE: TargetEvent.PairRound.NoChain
+        NO_CHAIN_LOST: TargetEvent.PairRound.NoChain
+        DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+        DRAFT_QUEUE_US_FIELD_NUMBER: _ClassVar[int]
+        DRAFT_COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
+        WAITED_US_FIELD_NUMBER: _ClassVar[int]
+        NO_CHAIN_FIELD_NUMBER: _ClassVar[int]
+        NUM_DISCARDED_FIELD_NUMBER: _ClassVar[int]
+        draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
+        draft_queue_us: int
+        draft_compute_us: int
+        waited_us: int
+        no_chain: TargetEvent.PairRound.NoChain
+        num_discarded: int
+        def __init__(self, draft_token_ids: _Optional[_Iterable[int]] = ..., draft_queue_us: _Optional[int] = ..., draft_compute_us: _Optional[int] = ..., waited_us: _Optional[int] = ..., no_chain: _Optional[_Union[TargetEvent.PairRound.NoChain, str]] = ..., num_discarded: _Optional[int] = ...) -> None: ...
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     PREFILLED_FIELD_NUMBER: _ClassVar[int]
     ADVANCED_FIELD_NUMBER: _ClassVar[int]

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from draft_service.engine import Close, DraftEngine, Open
+from draft_service.commands import Close, Open
+from draft_service.engine import DraftEngine
 from draft_service.metrics import DraftMetrics
 from draft_service.sequence import Extend
 from tests.draft_service.drivers import extend, load_proposer, new_sequence, random_rows

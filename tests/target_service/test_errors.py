@@ -124,7 +124,7 @@ async def test_a_second_open_of_a_live_id_frees_both(target, session):
 
 async def test_a_command_of_no_kind_is_named(session):
     await session.send(target_pb2.TargetCommand(sequence_id=5))
-    with pytest.raises(InvalidArgument, match="expected open, advance or close"):
+    with pytest.raises(InvalidArgument, match="expected open, advance, grant or close"):
         await session.event(5)
 
 

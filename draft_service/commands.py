@@ -1,0 +1,76 @@
+"""What is asked of the draft's engine, and what it answers: plain data, checked before it gets there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from draft_service.metrics import DraftMetrics
+from draft_service.proposer import Chain, Proposer
+from draft_service.sequence import DraftSequence, Extend
+from outrider.errors import to_status
+from outrider.v1 import draft_pb2
+
+if TYPE_CHECKING:
+    from draft_service.pair_link import PairLink
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A sequence begins."""
+
+    sequence: DraftSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """A sequence ends."""
+
+    sequence: DraftSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """An ExtendDraft from the target itself, which names the sequence by its link_id. Not checked yet."""
+
+    link: PairLink
+    message: draft_pb2.DraftCommand
+
+
+@dataclass(frozen=True, slots=True)
+class Replace:
+    """New weights; all sequences have ended."""
+
+    proposer: Proposer
+    metrics: DraftMetrics
+
+
+Command: TypeAlias = Open | Extend | Close | Ask | Replace
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A chain for a sequence, or the error that ended it; `link` where the target itself asked."""
+
+    sequence: DraftSequence
+    chain: Chain
+    first_position: int
+    queue_us: int = 0
+    compute_us: int = 0
+    error: Exception | None = None
+    link: PairLink | None = None
+
+    def event(self, sequence_id: int) -> draft_pb2.DraftEvent:
+        """As a message, for whoever calls the sequence so."""
+        if self.error is not None:
+            return draft_pb2.DraftEvent(sequence_id=sequence_id, error=to_status(self.error))
+        return draft_pb2.DraftEvent(
+            sequence_id=sequence_id,
+            proposal=draft_pb2.DraftEvent.Proposal(
+                token_ids=self.chain.token_ids,
+                probabilities=self.chain.probabilities,
+                first_position=self.first_position,
+            ),
+            queue_us=self.queue_us,
+            compute_us=self.compute_us,
+        )

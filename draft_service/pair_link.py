@@ -1,0 +1,77 @@
+"""Pair-local rounds, the draft's end: the target asks for chains itself, engine to engine. Engine's thread only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from google.protobuf.message import DecodeError
+
+from draft_service.commands import Answer, Ask, Command
+from draft_service.metrics import DraftMetrics
+from draft_service.sequence import DraftSequence, Extend
+from draft_service.validation import CommandRules, read_extend
+from outrider.errors import InvalidArgument, NotFound, OutriderError, to_status
+from outrider.pair_socket import PairSocket
+from outrider.v1 import draft_pb2
+
+log = logging.getLogger(__name__)
+
+
+class PairLink:
+    """The socket of the attachment: what comes through it are commands for the engine."""
+
+    def __init__(self, end: PairSocket, rules: CommandRules, metrics: DraftMetrics) -> None:
+        self._end = end
+        self._rules = rules
+        self._metrics = metrics
+        self.fileno, self.shut_down, self.close = end.fileno, end.shut_down, end.close
+
+    @property
+    def ended(self) -> bool:
+        """Whether the target is gone, or the attachment has ended."""
+        return self._end.ended
+
+    def read(self) -> list[list[Command]]:
+        """What the target asks for, the commands of a packet together."""
+        batches: list[list[Command]] = []
+        try:
+            for packet in self._end.receive():
+                message = draft_pb2.ProposeRequest.FromString(packet)
+                batches.append([Ask(self, command) for command in message.commands])
+        except DecodeError:
+            log.error("the target's socket: expected a ProposeRequest, found another packet")
+            self._end.ended = True
+        return batches
+
+    def read_extend(self, command: draft_pb2.DraftCommand, sequence: DraftSequence | None) -> Extend | None:
+        """The rows for a sequence, checked; None, and the target is told, where that cannot be."""
+        try:
+            if not command.HasField("extend"):
+                raise InvalidArgument("command", "expected extend, and nothing else through a pair's socket")
+            if sequence is None:
+                self._release(command.extend)
+                raise NotFound(f"link_id: no open sequence {command.sequence_id}")
+            extend = read_extend(command.extend, sequence, self._rules)
+        except OutriderError as error:
+            self.refuse(command.sequence_id, error)
+            return None
+        self._metrics.count_states(extend)
+        extend.link = self
+        return extend
+
+    def answer(self, answers: Iterable[Answer]) -> None:
+        """Sends what a step proposed. A target that is gone is known by the end of the attachment."""
+        self._send(answer.event(answer.sequence.link_id) for answer in answers)
+
+    def refuse(self, link_id: int, error: Exception) -> None:
+        """There will be no chain."""
+        self._send([draft_pb2.DraftEvent(sequence_id=link_id, error=to_status(error))])
+
+    def _send(self, events: Iterable[draft_pb2.DraftEvent]) -> None:
+        if not self._end.send(draft_pb2.ProposeResponse(events=events)):
+            self._end.shut_down()
+
+    def _release(self, extend: draft_pb2.DraftCommand.ExtendDraft) -> None:
+        if extend.hidden_states.tensor.HasField("slice"):
+            self._rules.slices.release(extend.hidden_states.tensor.slice)

@@ -1,0 +1,48 @@
+"""How far a request's target and draft may go by themselves, in rounds that the gateway only hears of."""
+
+from __future__ import annotations
+
+from gateway.draft_session import DraftSequence
+from gateway.pairs import Draft
+from outrider.v1 import target_pb2
+
+GrantRounds = target_pb2.TargetCommand.GrantRounds
+# What the pair may add to a request before it needs a new grant, which it gets long before it has: a gateway that
+# stands still stops it.
+GRANT_TOKENS = 64
+
+
+class PairGrant:
+    """The grant of one sequence on one target."""
+
+    def __init__(self) -> None:
+        self._until = 0
+
+    def next(
+        self, draft: Draft, sequence: DraftSequence, length: int, num_draft_tokens: int, end: int
+    ) -> GrantRounds | None:
+        """A grant for a sequence of `length` tokens that ends at `end` at the latest; None while an earlier will do."""
+        if not draft.runs_rounds or not sequence.link_id:
+            return None
+        until = min(length + GRANT_TOKENS, end, draft.info.max_sequence_length)
+        if self._until >= min(length + GRANT_TOKENS // 2, until):
+            return None
+        self._until = until
+        return GrantRounds(
+            draft_instance_id=draft.info.instance_id,
+            link_id=sequence.link_id,
+            until_length=until,
+            num_draft_tokens=min(num_draft_tokens, draft.info.max_draft_tokens),
+            timeout_us=int(sequence.session.timeout * 1e6),
+        )
+
+    def revoke(self) -> GrantRounds | None:
+        """Ends the grant with the round under way; None where that was said before."""
+        if not self._until:
+            return None
+        self._until = 0
+        return GrantRounds()
+
+    def ended(self) -> None:
+        """The target has ended it, or never had it."""
+        self._until = 0

@@ -1,0 +1,195 @@
+"""Rounds that a pair runs by itself: the target asks the draft for the next chain, and verifies it when it comes.
+
+What the gateway would pass on goes from engine to engine instead, in the same messages; the gateway hears of every
+round as it ends, and its grant says how far the pair may go. Engine's thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+from google.protobuf.message import DecodeError
+
+from outrider.pair_socket import PairSocket
+from outrider.v1 import draft_pb2, target_pb2
+from target_service.commands import Advance, Command, Proposed, Rows, Unlinked
+from target_service.limits import Limits
+from target_service.sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+PairRound = target_pb2.TargetEvent.PairRound
+
+
+class PairLink:
+    """The socket towards one draft: what comes through it are commands for the engine."""
+
+    def __init__(self, draft_instance_id: str, end: PairSocket) -> None:
+        self.draft_instance_id = draft_instance_id
+        self._end = end
+        self.fileno, self.send, self.shut_down, self.close = end.fileno, end.send, end.shut_down, end.close
+
+    @property
+    def ended(self) -> bool:
+        """Whether the draft is gone."""
+        return self._end.ended
+
+    def read(self) -> list[Command]:
+        """What the draft answered."""
+        commands: list[Command] = []
+        try:
+            for packet in self._end.receive():
+                commands += [Proposed(self, event) for event in draft_pb2.ProposeResponse.FromString(packet).events]
+        except DecodeError:
+            log.error("draft %s: expected a ProposeResponse, found another packet", self.draft_instance_id)
+            self._end.ended = True
+        if self.ended:
+            commands.append(Unlinked(self))
+        return commands
+
+
+Name = tuple[PairLink, int]  # of a sequence, as its draft knows it: by its link_id
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A chain that was asked for: when, for how many tokens, and until when it is waited for."""
+
+    asked: float
+    num_tokens: int
+    deadline: float
+
+
+class PairRounds:
+    """All links, and the sequences whose next chain is on its way through one."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._links: dict[str, PairLink] = {}
+        self._sequences: dict[Name, Sequence] = {}
+        self._names: dict[Sequence, Name] = {}
+        self._waiting: set[Sequence] = set()
+        self._requests: dict[PairLink, draft_pb2.ProposeRequest] = {}
+
+    def link(self, link: PairLink) -> None:
+        """A draft has connected."""
+        if not link.ended:
+            self._links[link.draft_instance_id] = link
+
+    def unlink(self, link: PairLink) -> list[Advance]:
+        """A draft is gone: what waits for it goes on without a chain."""
+        if self._links.get(link.draft_instance_id) is link:
+            del self._links[link.draft_instance_id]
+        lost = [sequence for sequence in self._waiting if self._names[sequence][0] is link]
+        return [self._without_chain(sequence, PairRound.NO_CHAIN_LOST) for sequence in lost]
+
+    def hand_over(self, sequence: Sequence, rows: Rows | None, token_ids: list[int]) -> bool:
+        """Asks the draft for the chain that follows `token_ids`, which were just emitted, with their rows.
+
+        False where it is the caller's to do: no grant or its end, rows that travel inline, no draft, no room for a
+        chain.
+        """
+        grant = sequence.grant
+        if grant is None or sequence.length >= grant.until_length:
+            return False
+        if rows is None or isinstance(rows.tensor, torch.Tensor):
+            return False
+        if sequence.aux.draft_instance_id != grant.draft_instance_id:
+            return False
+        num_tokens = min(grant.num_draft_tokens, self._limits.max_draft_tokens, self._room(sequence) - 1)
+        link = self._links.get(grant.draft_instance_id)
+        if link is None or num_tokens < 1:
+            return False
+        if not self._name(sequence, (link, grant.link_id)):
+            return False
+        command = self._requests.setdefault(link, draft_pb2.ProposeRequest()).commands.add(sequence_id=grant.link_id)
+        extend = command.extend
+        extend.hidden_states.first_position = rows.first_position
+        extend.hidden_states.tensor.CopyFrom(rows.tensor)
+        extend.token_ids.extend(token_ids[-rows.tensor.shape[0] :])
+        extend.num_draft_tokens = num_tokens
+        now = time.monotonic()
+        sequence.wait = Wait(now, num_tokens, now + grant.timeout)
+        self._waiting.add(sequence)
+        return True
+
+    def send(self) -> None:
+        """Sends what a step handed over, in one packet a draft."""
+        for link, request in self._requests.items():
+            if not link.send(request):
+                link.shut_down()  # its end is read, and then nothing waits for it
+        self._requests.clear()
+
+    def take(self, proposed: Proposed) -> Advance | None:
+        """The step that a draft's answer leads to; None for an answer that nothing waits for any more."""
+        link, event = proposed.link, proposed.event
+        sequence = self._sequences.get((link, event.sequence_id))
+        if sequence is None:
+            return None
+        chain, wait = list(event.proposal.token_ids), sequence.wait
+        if wait is None or (event.HasField("proposal") and event.proposal.first_position != sequence.length):
+            sequence.num_discarded += len(chain)
+            return None
+        if event.HasField("error"):
+            log.warning("%s: the draft answers: %s", sequence, event.error.message)
+            return self._without_chain(sequence, PairRound.NO_CHAIN_LOST)
+        fit = self._cut(chain, wait.num_tokens)
+        sequence.num_discarded += len(chain) - len(fit)
+        if not fit:
+            return self._without_chain(sequence, PairRound.NO_CHAIN_EMPTY)
+        queue_us, compute_us = event.queue_us, event.compute_us
+        pair_round = PairRound(draft_token_ids=fit, draft_queue_us=queue_us, draft_compute_us=compute_us)
+        return self._advance(sequence, pair_round)
+
+    def late(self, now: float) -> list[Advance]:
+        """The steps of those that have waited for long enough."""
+        late = [sequence for sequence in self._waiting if sequence.wait is not None and sequence.wait.deadline <= now]
+        return [self._without_chain(sequence, PairRound.NO_CHAIN_LATE) for sequence in late]
+
+    def next_deadline(self) -> float | None:
+        """When the first of those that wait has waited for long enough."""
+        return min((s.wait.deadline for s in self._waiting if s.wait is not None), default=None)
+
+    def forget(self, sequence: Sequence) -> None:
+        """It has ended, or is no longer here."""
+        self._waiting.discard(sequence)
+        if (name := self._names.pop(sequence, None)) is not None:
+            del self._sequences[name]
+
+    def _name(self, sequence: Sequence, name: Name) -> bool:
+        """Whether the draft's answers by that name are this sequence's: not where another one bears it."""
+        if self._names.get(sequence) != name:
+            if name in self._sequences:
+                return False
+            self.forget(sequence)
+            self._names[sequence], self._sequences[name] = name, sequence
+        return True
+
+    def _room(self, sequence: Sequence) -> int:
+        """How many more tokens the sequence can take."""
+        room = self._limits.max_sequence_length - sequence.length
+        most = sequence.open.ending.max_new_tokens
+        return min(room, most - sequence.num_generated) if most else room
+
+    def _cut(self, chain: list[int], num_tokens: int) -> list[int]:
+        """What of a chain can be verified: the draft is another process, and may be wrong about anything."""
+        known = self._limits.vocab_size
+        invalid = next((place for place, token_id in enumerate(chain) if token_id >= known), len(chain))
+        return chain[: min(num_tokens, invalid)]
+
+    def _without_chain(self, sequence: Sequence, reason: PairRound.NoChain) -> Advance:
+        """The last round of a grant."""
+        sequence.grant = None
+        return self._advance(sequence, PairRound(no_chain=reason))
+
+    def _advance(self, sequence: Sequence, pair_round: PairRound) -> Advance:
+        assert sequence.wait is not None
+        now = time.monotonic()
+        pair_round.waited_us = int((now - sequence.wait.asked) * 1e6)
+        pair_round.num_discarded = sequence.num_discarded
+        sequence.wait, sequence.num_discarded = None, 0
+        self._waiting.discard(sequence)
+        return Advance(*sequence.key, list(pair_round.draft_token_ids), None, now, pair_round)
