@@ -61,6 +61,9 @@ class GatewayMetrics:
             return Histogram(PREFIX + name, text, labels, registry=registry, buckets=buckets)
 
         self.num_drafts = counter("spec_decode_num_drafts", "Rounds.", _DRAFT)
+        self.num_pair_rounds = counter(
+            "spec_decode_num_pair_rounds", "Of these, those that target and draft ran by themselves.", _DRAFT
+        )
         self.num_draft_tokens = counter("spec_decode_num_draft_tokens", "Draft tokens verified.", _DRAFT)
         self.num_accepted_tokens = counter(
             "spec_decode_num_accepted_tokens", "Draft tokens accepted and delivered.", _DRAFT
@@ -204,6 +207,7 @@ class SpeculationMetrics:
     def __init__(self, families: GatewayMetrics, model: str, draft: str, max_draft_tokens: int) -> None:
         self.max_draft_tokens = max_draft_tokens
         self._num_drafts = families.num_drafts.labels(model, draft)
+        self._num_pair_rounds = families.num_pair_rounds.labels(model, draft)
         self._num_draft_tokens = families.num_draft_tokens.labels(model, draft)
         self._num_accepted_tokens = families.num_accepted_tokens.labels(model, draft)
         self.step_time = families.decode_step.labels(model, draft)
@@ -215,10 +219,11 @@ class SpeculationMetrics:
         self.stages = {stage: families.round_duration.labels(model, draft, stage) for stage in STAGES}
         self.requests = families.draft_requests.labels(model, draft)
 
-    def count_round(self, num_drafted: int, num_accepted: int) -> None:
+    def count_round(self, num_drafted: int, num_accepted: int, by_the_pair: bool) -> None:
         """A verification that was answered, and how many of its draft tokens were accepted and delivered."""
         if num_drafted:
             self._num_drafts.inc()
+            self._num_pair_rounds.inc(by_the_pair)
             self._num_draft_tokens.inc(num_drafted)
             self._num_accepted_tokens.inc(num_accepted)
             for place in range(num_drafted):

@@ -100,7 +100,7 @@ def count_round(
 ) -> None:
     """Takes a round into the metrics, while the next one is under way."""
     if chain.metrics is not None:
-        chain.metrics.count_round(len(chain.token_ids), num_accepted)
+        chain.metrics.count_round(len(chain.token_ids), num_accepted, event.advanced.HasField("pair_round"))
     request.metrics.time_round(chain, event, times)
 
 

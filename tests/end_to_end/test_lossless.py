@@ -65,17 +65,21 @@ class Bench:
         return list(plain)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "bfloat16 by the pair itself"])
 def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     directory = tmp_path_factory.mktemp("lossless")
     model = write_tiny_llama(directory / "tiny")
     recorded = Recorded(directory / "oracle.json")
+    dtype, _, attached = request.param.partition(" ")
     with (
-        start_target(model, "--dtype", request.param) as target,
-        scripted_draft(target.address, "--oracle", str(recorded.path)) as draft,
+        start_target(model, "--dtype", dtype) as target,
+        scripted_draft(target.address, "--oracle", str(recorded.path), *["--attach"] * bool(attached)) as draft,
         start_gateway([f"{target.address}={draft.address}"]) as gateway,
     ):
         yield Bench(gateway, recorded)
+        rounds = gateway.metric("outrider_spec_decode_num_drafts_total")
+        by_the_pair = gateway.metric("outrider_spec_decode_num_pair_rounds_total")
+        assert 0.7 * rounds < by_the_pair < rounds if attached else by_the_pair == 0
 
 
 async def test_every_sampling_parameter(bench: Bench) -> None:

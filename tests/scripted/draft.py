@@ -7,11 +7,12 @@ target it knows the truth from an oracle: a JSON file of whole sequences recorde
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import random
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +23,7 @@ from prometheus_client import Counter, Gauge
 
 from outrider import errors
 from outrider.channels import connect
+from outrider.pair_socket import FEATURE, PairSocket
 from outrider.server import ServiceFrame, configure_logging
 from outrider.settings import run_command
 from outrider.stream import Outbox, serve_stream
@@ -88,6 +90,9 @@ class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
         self.instance_id = secrets.token_hex(8)
         self.num_proposals = 0
         self.sessions: set[Session] = set()
+        self.attached = False
+        # What the target may ask for itself, by its link_id.
+        self.linked: dict[int, tuple[Session, int]] = {}
         self.audit_failures = Counter("outrider_audit_failures", "Rows that were wrong.", registry=frame.registry)
         self.rows = Counter("outrider_rows", "Rows taken in.", registry=frame.registry)
         Gauge("outrider_num_sequences", "Sequences held.", registry=frame.registry).set_function(
@@ -106,7 +111,8 @@ class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
             draft_vocab_size=target.vocab_size,
             max_draft_tokens=self.behaviour.max_draft_tokens,
             max_sequence_length=self.behaviour.max_sequence_length,
-            transports=[common_pb2.TRANSPORT_INLINE],
+            transports=[common_pb2.TRANSPORT_SHARED_MEMORY] * self.attached + [common_pb2.TRANSPORT_INLINE],
+            features=[FEATURE] * self.attached,
             vocab_size=target.vocab_size,
             target_hidden_size=target.hidden_size,
             vocabulary_sha256=target.vocabulary_sha256,
@@ -122,6 +128,36 @@ class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
         finally:
             self.sessions.discard(session)
 
+    async def attach(self, stub: target_pb2_grpc.TargetServiceStub) -> None:
+        """Takes part in pair-local rounds. Rows of an attached draft are never read: it has an oracle."""
+        call = stub.Attach()
+        transports = [common_pb2.TRANSPORT_SHARED_MEMORY]
+        hello = {"draft_instance_id": self.instance_id, "transports": transports, "pair_rounds": True}
+        await call.write(target_pb2.AttachRequest(draft=hello))
+        answer = await call.read()
+        end = PairSocket.connect(answer.socket_name)
+        await call.write(target_pb2.AttachRequest(opened={}))
+        self.attached, self._attachment = True, call
+        asyncio.get_running_loop().add_reader(end.fileno(), self._asked, end)
+
+    def _asked(self, end: PairSocket) -> None:
+        for packet in end.receive():
+            for command in draft_pb2.ProposeRequest.FromString(packet).commands:
+                link_id = command.sequence_id
+                session, command.sequence_id = self.linked.get(link_id, (None, 0))
+                answer = functools.partial(_answer, end, link_id)
+                if session is None:
+                    answer(Event(error=errors.to_status(errors.NotFound("link_id"))))
+                else:
+                    session.apply(command, answer)
+        if end.ended:
+            asyncio.get_running_loop().remove_reader(end.fileno())
+
+
+def _answer(end: PairSocket, link_id: int, event: Event) -> None:
+    event.sequence_id = link_id
+    end.send(draft_pb2.ProposeResponse(events=[event]))
+
 
 class Session:
     """One Propose stream."""
@@ -134,25 +170,30 @@ class Session:
     def dispatch(self, request: draft_pb2.ProposeRequest) -> None:
         """Takes commands in."""
         for command in request.commands:
-            kind = command.WhichOneof("command")
-            if kind == "open":
-                behaviour = ordered(self._draft.behaviour, command.open.request_id)
-                self.sequences[command.sequence_id] = Sequence_(effective_seed(command.open.sampling), behaviour)
-            elif kind == "close":
-                self.sequences.pop(command.sequence_id, None)
-            elif command.sequence_id in self.sequences:
-                try:
-                    self._extend(command.sequence_id, command.extend)
-                except errors.OutriderError as error:
-                    self._fail(command.sequence_id, error)
-            else:
-                self._fail(command.sequence_id, errors.NotFound(f"sequence {command.sequence_id} is not open"))
+            self.apply(command, self.outbox.put)
 
-    def _fail(self, sequence_id: int, error: errors.OutriderError) -> None:
+    def apply(self, command: Command, answer: Callable[[Event], None]) -> None:
+        """Takes one in; its answer goes where it came from, and so does what ends its sequence."""
+        kind, sequence_id = command.WhichOneof("command"), command.sequence_id
+        if kind == "open":
+            behaviour = ordered(self._draft.behaviour, command.open.request_id)
+            self.sequences[sequence_id] = Sequence_(effective_seed(command.open.sampling), behaviour)
+            self._draft.linked[command.open.link_id] = self, sequence_id
+        elif kind == "close":
+            self.sequences.pop(sequence_id, None)
+        elif sequence_id in self.sequences:
+            try:
+                self._extend(sequence_id, command.extend, answer)
+            except errors.OutriderError as error:
+                self._fail(sequence_id, error, answer)
+        else:
+            self._fail(sequence_id, errors.NotFound(f"sequence {sequence_id} is not open"), answer)
+
+    def _fail(self, sequence_id: int, error: errors.OutriderError, answer: Callable[[Event], None]) -> None:
         self.sequences.pop(sequence_id, None)
-        self.outbox.put(Event(sequence_id=sequence_id, error=errors.to_status(error)))
+        answer(Event(sequence_id=sequence_id, error=errors.to_status(error)))
 
-    def _extend(self, sequence_id: int, extend: Command.ExtendDraft) -> None:
+    def _extend(self, sequence_id: int, extend: Command.ExtendDraft, answer: Callable[[Event], None]) -> None:
         draft, sequence = self._draft, self.sequences[sequence_id]
         behaviour = sequence.behaviour
         count, _ = extend.hidden_states.tensor.shape
@@ -178,9 +219,9 @@ class Session:
             proposal = self._proposal(sequence, extend.num_draft_tokens)
             event = Event(sequence_id=sequence_id, proposal=proposal, compute_us=int(behaviour.delay * 1e6))
             if behaviour.delay:
-                asyncio.get_running_loop().call_later(behaviour.delay, self.outbox.put, event)
+                asyncio.get_running_loop().call_later(behaviour.delay, answer, event)
             else:
-                self.outbox.put(event)
+                answer(event)
 
     def _audit(self, sequence: Sequence_, first: int, extend: Command.ExtendDraft) -> None:
         """Row i must be of position first + i, follow from the row before it, and pair with the token after it."""
@@ -249,13 +290,14 @@ def _spoil(fault: str, token_ids: list[int], position: int, vocab_size: int) -> 
     return token_ids, position - 1
 
 
-async def serve(behaviour: Behaviour, target: str, listen: str, metrics_listen: str) -> None:
-    """Asks the target what it is, and runs until a signal."""
+async def serve(behaviour: Behaviour, target: str, attach: bool, listen: str, metrics_listen: str) -> None:
+    """Asks the target what it is, attaches to it where it is to, and runs until a signal."""
     frame = ServiceFrame("draft", "outrider.v1.DraftService", listen, metrics_listen)
-    async with connect(target) as channel:
-        stub = target_pb2_grpc.TargetServiceStub(channel)
-        info = await stub.GetTargetInfo(target_pb2.GetTargetInfoRequest(), wait_for_ready=True, timeout=30)
+    stub = target_pb2_grpc.TargetServiceStub(connect(target))
+    info = await stub.GetTargetInfo(target_pb2.GetTargetInfoRequest(), wait_for_ready=True, timeout=30)
     draft = ScriptedDraft(behaviour, frame, info)
+    if attach:
+        await draft.attach(stub)
     frame.debug_table = lambda: "\n".join(str(sorted(session.sequences)) for session in draft.sessions)
     await frame.start(lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(draft, server))
     await frame.set_serving(True)
@@ -283,6 +325,7 @@ def main(
     fault: str = "",
     fingerprint: str = "",
     oracle: Path | None = None,
+    attach: bool = False,
 ) -> None:
     """A draft that is right and wrong as ordered."""
     configure_logging("info", "draft")
@@ -290,7 +333,7 @@ def main(
         model, max_draft_tokens, max_sequence_length, pattern, delay, stall_after, die_after, fail_every, fault,
         fingerprint, Oracle(oracle) if oracle else None,
     )  # fmt: skip
-    asyncio.run(serve(behaviour, target, listen, metrics_listen))
+    asyncio.run(serve(behaviour, target, attach, listen, metrics_listen))
 
 
 if __name__ == "__main__":
