@@ -87,7 +87,8 @@ class DraftSequence:
 
     def took_pair_round(self, pair_round: PairRound) -> None:
         """The target passed rows on itself, and got a chain for them, or none."""
-        self.session.on_discard("late", pair_round.num_discarded)
+        self.session.on_discard("late", pair_round.num_late)
+        self.session.on_discard("cut", pair_round.num_cut)
         if pair_round.draft_token_ids:
             self.session.answered(pair_round.waited_us * 1e-6)
 

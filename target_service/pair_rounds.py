@@ -131,13 +131,13 @@ class PairRounds:
             return None
         chain, wait = list(event.proposal.token_ids), sequence.wait
         if wait is None or (event.HasField("proposal") and event.proposal.first_position != sequence.length):
-            sequence.num_discarded += len(chain)
+            sequence.num_late += len(chain)
             return None
         if event.HasField("error"):
             log.warning("%s: the draft answers: %s", sequence, event.error.message)
             return self._without_chain(sequence, PairRound.NO_CHAIN_LOST)
         fit = self._cut(chain, wait.num_tokens)
-        sequence.num_discarded += len(chain) - len(fit)
+        sequence.num_cut += len(chain) - len(fit)
         if not fit:
             return self._without_chain(sequence, PairRound.NO_CHAIN_EMPTY)
         queue_us, compute_us = event.queue_us, event.compute_us
@@ -189,7 +189,7 @@ class PairRounds:
         assert sequence.wait is not None
         now = time.monotonic()
         pair_round.waited_us = int((now - sequence.wait.asked) * 1e6)
-        pair_round.num_discarded = sequence.num_discarded
-        sequence.wait, sequence.num_discarded = None, 0
+        pair_round.num_late, pair_round.num_cut = sequence.num_late, sequence.num_cut
+        sequence.wait, sequence.num_late, sequence.num_cut = None, 0, 0
         self._waiting.discard(sequence)
         return Advance(*sequence.key, list(pair_round.draft_token_ids), None, now, pair_round)

@@ -38,8 +38,9 @@ class Sequence:
     # How far its target and draft may go by themselves, and the chain that they wait for.
     grant: Grant | None = None
     wait: Wait | None = None
-    # Proposed tokens that came to nothing since the last round.
-    num_discarded: int = 0
+    # Proposed tokens that came to nothing since the last round: late, and cut off.
+    num_late: int = 0
+    num_cut: int = 0
     # Since when the caller owes a command; None while prefilling or with a command waiting.
     idle_since: float | None = None
     # How long the caller took from the last answer to its next command.

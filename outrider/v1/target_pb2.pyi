@@ -285,7 +285,7 @@ class TargetEvent(_message.Message):
         pair_round: TargetEvent.PairRound
         def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[int] = ..., hidden_states: _Optional[_Union[_common_pb2.HiddenStates, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., continues: bool = ..., pair_round: _Optional[_Union[TargetEvent.PairRound, _Mapping]] = ...) -> None: ...
     class PairRound(_message.Message):
-        __slots__ = ("draft_token_ids", "draft_queue_us", "draft_compute_us", "waited_us", "no_chain", "num_discarded")
+        __slots__ = ("draft_token_ids", "draft_queue_us", "draft_compute_us", "waited_us", "no_chain", "num_late", "num_cut")
         class NoChain(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
             __slots__ = ()
             NO_CHAIN_UNSPECIFIED: _ClassVar[TargetEvent.PairRound.NoChain]
@@ -301,14 +301,16 @@ class TargetEvent(_message.Message):
         DRAFT_COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
         WAITED_US_FIELD_NUMBER: _ClassVar[int]
         NO_CHAIN_FIELD_NUMBER: _ClassVar[int]
-        NUM_DISCARDED_FIELD_NUMBER: _ClassVar[int]
+        NUM_LATE_FIELD_NUMBER: _ClassVar[int]
+        NUM_CUT_FIELD_NUMBER: _ClassVar[int]
         draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
         draft_queue_us: int
         draft_compute_us: int
         waited_us: int
         no_chain: TargetEvent.PairRound.NoChain
-        num_discarded: int
-        def __init__(self, draft_token_ids: _Optional[_Iterable[int]] = ..., draft_queue_us: _Optional[int] = ..., draft_compute_us: _Optional[int] = ..., waited_us: _Optional[int] = ..., no_chain: _Optional[_Union[TargetEvent.PairRound.NoChain, str]] = ..., num_discarded: _Optional[int] = ...) -> None: ...
+        num_late: int
+        num_cut: int
+        def __init__(self, draft_token_ids: _Optional[_Iterable[int]] = ..., draft_queue_us: _Optional[int] = ..., draft_compute_us: _Optional[int] = ..., waited_us: _Optional[int] = ..., no_chain: _Optional[_Union[TargetEvent.PairRound.NoChain, str]] = ..., num_late: _Optional[int] = ..., num_cut: _Optional[int] = ...) -> None: ...
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     PREFILLED_FIELD_NUMBER: _ClassVar[int]
     ADVANCED_FIELD_NUMBER: _ClassVar[int]
