@@ -8,8 +8,8 @@ import grpc
 
 from outrider.engine_thread import EngineThread
 from outrider.errors import InvalidArgument
-from outrider.shared_buffers import INLINE, TRANSPORT_NAMES
 from outrider.pair_socket import PairSocket
+from outrider.shared_buffers import INLINE, TRANSPORT_NAMES
 from outrider.v1 import target_pb2
 from target_service.attach import Attachment, Buffers
 from target_service.commands import Command, Detached, Linked

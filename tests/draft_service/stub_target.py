@@ -14,6 +14,7 @@ import grpc
 import torch
 
 from outrider.errors import Unavailable, abort
+from outrider.pair_socket import PairListener, PairSocket
 from outrider.server import ServiceFrame
 from outrider.shared_memory import SharedSegment
 from outrider.shared_slices import SliceWriter
@@ -57,6 +58,7 @@ class StubTarget(target_pb2_grpc.TargetServiceServicer):
         self.shared_memory = shared_memory  # bytes of the buffer that each draft is offered
         self.segment: SharedSegment | None = None
         self.writer: SliceWriter | None = None
+        self.pair: PairSocket | None = None  # towards the draft, for pair-local rounds
         self.frame = ServiceFrame("target", "outrider.v1.TargetService", "127.0.0.1:0", None)
 
     async def start(self, address: str | None = None) -> str:
@@ -109,8 +111,10 @@ class StubTarget(target_pb2_grpc.TargetServiceServicer):
         assert first.WhichOneof("message") == "draft", first
         draft = first.draft.draft_instance_id
         ended = self.attached.setdefault(draft, asyncio.Event())
-        buffers = []
+        buffers, listener = [], None
         if self.shared_memory:
+            assert first.draft.pair_rounds
+            listener = PairListener()
             assert first.draft.transports[0] == common_pb2.TRANSPORT_SHARED_MEMORY
             self.segment = SharedSegment.create(self.shared_memory)
             buffers.append(
@@ -121,19 +125,22 @@ class StubTarget(target_pb2_grpc.TargetServiceServicer):
                     size=self.shared_memory,
                 )
             )
-        await context.write(target_pb2.AttachResponse(target_instance_id=self.info.instance_id, buffers=buffers))
-        tasks = [asyncio.create_task(self._read(context)), asyncio.create_task(ended.wait())]
+        answer = target_pb2.AttachResponse(target_instance_id=self.info.instance_id, buffers=buffers)
+        answer.socket_name = listener.name if listener else ""
+        await context.write(answer)
+        tasks = [asyncio.create_task(self._read(context, listener)), asyncio.create_task(ended.wait())]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
         del self.attached[draft]
 
-    async def _read(self, context) -> None:
+    async def _read(self, context, listener: PairListener | None) -> None:
         """Takes what the draft says: opened once, where a buffer was offered, then releases."""
         while (message := await context.read()) is not grpc.aio.EOF:
             if message.WhichOneof("message") == "opened":
                 assert self.segment is not None and self.writer is None
                 self.segment.unlink()
+                self.pair = listener.accept()
                 self.writer = SliceWriter(self.segment.bytes)
             else:
                 assert message.released.buffer_id == f"{self.info.instance_id}/1"

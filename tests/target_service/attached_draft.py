@@ -1,6 +1,7 @@
 """The draft's side of Attach."""
 
 import asyncio
+from pathlib import Path
 
 from outrider.shared_buffers import INLINE, SHARED_MEMORY, open_buffer
 from outrider.shared_slices import SliceReader
@@ -11,13 +12,15 @@ from outrider.v1 import target_pb2
 class Draft:
     """A draft's side of Attach."""
 
-    def __init__(self, client, instance_id="draft-1", transports=(SHARED_MEMORY, INLINE), device=None):
+    def __init__(
+        self, client, instance_id="draft-1", transports=(SHARED_MEMORY, INLINE), device=None, pair_rounds=False
+    ):
         """`device`: the CUDA device that it computes on."""
         self.instance_id = instance_id
         self.device = device
         self._call = client.stub.Attach()
         self._hello = target_pb2.AttachRequest(
-            draft={"draft_instance_id": instance_id, "transports": transports},
+            draft={"draft_instance_id": instance_id, "transports": transports, "pair_rounds": pair_rounds},
         )
 
     async def attach(self):
@@ -30,7 +33,11 @@ class Draft:
         self.buffer = open_buffer(handle, self.device)
         self.reader = SliceReader({handle.buffer_id: self.buffer.bytes})
         await self._call.write(target_pb2.AttachRequest(opened={}))
-        await asyncio.sleep(0.1)
+        if handle.transport != SHARED_MEMORY:
+            await asyncio.sleep(0.1)
+            return
+        while (Path("/dev/shm") / handle.handle.decode()).exists():  # its name goes once the target knows
+            await asyncio.sleep(0.005)
 
     def read(self, event):
         return decode(event.hidden_states.tensor, "rows", self.reader.resolve, copy=True)
