@@ -191,6 +191,21 @@ TIME = Row(
             "As the gateway sees it; none: a step without a chain, which yields one token.",
         ),
         Panel(
+            "Rounds by the pair itself",
+            "percentunit",
+            [
+                (
+                    ratio(
+                        rate("outrider_spec_decode_num_pair_rounds_total", DRAFT, "draft_model"),
+                        rate(ROUNDS, DRAFT, "draft_model"),
+                    ),
+                    "{{draft_model}}",
+                )
+            ],
+            "Of all rounds; the gateway drives the others, at the cost of a trip more.",
+            most=1,
+        ),
+        Panel(
             "Verification",
             "s",
             quantiles("outrider_step_duration_seconds", MODEL, 0.5, 0.9, 0.99),
