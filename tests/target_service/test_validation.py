@@ -75,7 +75,7 @@ def test_a_bad_open_is_rejected_by_the_name_of_its_field(field, change, words):
         ("advance.draft_token_ids", {"advance": {"draft_token_ids": [0] * 5}}, "at most max_draft_tokens 4"),
         ("advance.draft_token_ids[2]", {"advance": {"draft_token_ids": [0, 1, 2000]}}, "found 2000"),
         ("advance.aux.boundaries", {"advance": {"aux": {"boundaries": [9]}}}, "0 to 4, found 9"),
-        ("command", {}, "expected open, advance or close"),
+        ("command", {}, "expected open, advance, grant or close"),
     ],
 )
 def test_other_bad_commands_are_rejected_by_the_name_of_their_field(field, command, words):
