@@ -1,6 +1,6 @@
 """Times of device work, and the bandwidth that they are compared with.
 
-`python -m kernels.bench.measure [cpu|cuda]` prints that bandwidth as JSON; without a word, of CUDA where there is one.
+`python -m kernels.bench.measure [DEVICE]` prints that bandwidth as JSON; without a word, of CUDA where there is one.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ def main() -> None:
     """Measures the bandwidth of the device that the arguments name."""
     named = sys.argv[1:] or ["cuda" if torch.cuda.is_available() else "cpu"]
     device = torch.device(named[0])
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "main memory"
+    name = "main memory"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        name = torch.cuda.get_device_name()
     print(json.dumps({"device": name, "threads": torch.get_num_threads(), **bandwidth(device)}))
 
 
