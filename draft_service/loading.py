@@ -132,4 +132,7 @@ def build_proposer(
     model = DraftModel(fitted.draft.description, weights, limits.max_positions, settings.draft_window or None)
     cache = DraftCache(model.new_kv_cache(size_cache(settings, model, limits)), limits.max_positions, device)
     graphs: Graphs[Drafted] | None = Graphs(device) if settings.cuda_graphs and model.never_waits else None
-    return Proposer(model, cache, limits, graphs)
+    proposer = Proposer(model, cache, limits, graphs)
+    if model.never_waits:
+        proposer.warm_up()
+    return proposer

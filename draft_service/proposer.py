@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from draft_service.cache import DraftCache
-from draft_service.choice import Chooser
+from draft_service.choice import Chooser, ProposalSampling
 from draft_service.model import DraftModel
+from draft_service.sequence import DraftSequence, NewRows
 from draft_service.static_steps import Drafted, StaticSteps, fits
 from draft_service.turn import Turn, chain_rows_last, joined_states, places_of_rows
 from kernels.attention_block import Rows
@@ -51,6 +52,17 @@ class Proposer:
         self.limits = limits
         self.chooser = Chooser(model.target_ids, model.draft.vocab_size)
         self._static_steps = None if graphs is None else StaticSteps(model, cache, self.chooser, graphs)
+
+    def warm_up(self) -> None:
+        """Compiles what steps run; before the first one, which would wait for it."""
+        sequence = DraftSequence(None, 0, ProposalSampling(seed=0))
+        for count, num_tokens in ((min(200, self.limits.max_sequence_length - 2), 0), (2, 2)):
+            first = sequence.end
+            sequence.end += count
+            self.cache.reserve(sequence, sequence.end + num_tokens)
+            states = torch.zeros(count, self.model.draft.input_width, dtype=self.model.dtype)
+            self.step([Turn(sequence, NewRows(first, [(states, np.zeros(count, dtype=np.int64))], count), num_tokens)])
+        self.cache.release(sequence)
 
     @torch.inference_mode()
     def step(self, turns: Sequence[Turn]) -> list[Chain]:

@@ -51,6 +51,8 @@ class Computation:
 
     def _run(self, work: list[Work], chains: list[ChainRows]) -> Results:
         output = self._model.forward(build_batch(work, self._tables), self._cache, wanted_boundaries(work))
+        if not chains:
+            return Results(output, torch.empty(0, dtype=torch.int64))
         rows, hidden = _choosing_rows(work), output.hidden
         if len(rows) < len(hidden):
             hidden = hidden[to_device(torch.tensor(rows, dtype=torch.int64), hidden.device)]

@@ -26,6 +26,7 @@ from target_service.pace import Pace
 from target_service.pair_rounds import PairRounds
 from target_service.roster import Roster
 from target_service.scheduler import Plan, Scheduler
+from target_service.warm_up import warm_up
 
 
 class TargetEngine:
@@ -43,12 +44,13 @@ class TargetEngine:
         script: Script | None = None,
     ) -> None:
         self._model = model
-        cache = model.new_kv_cache(num_pages)
+        self._cache = cache = model.new_kv_cache(num_pages)
         self._device = cache.layers[0].keys.device
         self.pages = PageAllocator(num_pages, cache.page_size)
         self.scheduler = Scheduler(limits, self.pages)
         longest = self.pages.pages_for(limits.max_sequence_length + limits.max_draft_tokens)
-        self._computation = Computation(model, cache, PageTables(limits.max_sequences, longest, self._device), graphs)
+        self._tables = PageTables(limits.max_sequences, longest, self._device)
+        self._computation = Computation(model, cache, self._tables, graphs)
         self.pairs = PairRounds(limits)
         self.roster = Roster(self.scheduler, buffers, self.pairs, metrics, deliver)
         self._emitter = Emitter(model, self.roster, RowSender(buffers, metrics), self.pairs, metrics, script)
@@ -62,6 +64,10 @@ class TargetEngine:
             waiting=lambda: len(self.scheduler.waiting),
             cache_usage=lambda: self.pages.usage,
         )
+
+    def warm_up(self) -> None:
+        """Compiles what steps run; before the first one, which would wait for it."""
+        warm_up(self._model, self._cache, self._tables)
 
     def apply(self, commands: list[Command]) -> None:
         """Takes commands in, in order."""

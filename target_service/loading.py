@@ -62,6 +62,8 @@ def load_target(settings: Settings, instance_id: str, metrics: TargetMetrics, de
     metrics.watch_buffers(lambda: buffers.num_attached, lambda: buffers.num_unreleased)
     graphs: Graphs[Verified] | None = Graphs(device) if settings.cuda_graphs and model.never_waits else None
     engine = TargetEngine(model, limits, num_pages, buffers, metrics, deliver, graphs, script)
+    if model.never_waits:
+        engine.warm_up()
     thread: EngineThread[Command] = EngineThread(engine, "engine", partial(use_device, device))
     info = _info(settings, instance_id, model, limits, num_pages * KVCache.page_size)
     info.transports.extend(buffers.transports)

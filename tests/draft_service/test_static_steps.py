@@ -56,6 +56,14 @@ def test_chains_are_those_of_ordinary_steps(tmp_path, settings):
     assert max(shape.rows for shape in graphs._steps) > 8
 
 
+def test_warming_up_leaves_no_trace(tmp_path):
+    write_tiny_draft(tmp_path)
+    warm = load_proposer(tmp_path, SHARED, graphs=Graphs(torch.device("cpu")))
+    warm.warm_up()
+    assert warm.cache.allocator.usage == 0
+    assert rounds(warm, (2, 1)) == rounds(load_proposer(tmp_path, SHARED), (2, 1))
+
+
 def test_what_does_not_fit(tmp_path):
     proposer = load_proposer(write_tiny_draft(tmp_path), SHARED)
 

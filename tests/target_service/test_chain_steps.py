@@ -60,6 +60,13 @@ def test_logits_that_change_before_a_row_chooses(tmp_path):
     assert {shape.passes for shape in graphs._steps} == {None, (False, True)}
 
 
+def test_warming_up_leaves_no_trace(tmp_path):
+    model = load_model(write_tiny_gpt_oss(tmp_path, tokenizer=False), "cpu", "auto")
+    engine = make_engine(model)
+    engine.warm_up()
+    assert run(engine, requests()[:2])[1].tokens == run(make_engine(model), requests()[:2])[1].tokens
+
+
 def test_shapes_beyond_those_that_are_held_work(tmp_path):
     model = load_model(write_tiny_llama(tmp_path, tokenizer=False), "cpu", "auto")
     expected = run(make_engine(model), requests())
