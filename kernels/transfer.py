@@ -6,6 +6,8 @@ what they are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 
@@ -24,9 +26,15 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
+def mark(device: torch.device) -> Callable[[], None]:
+    """Returns a function that waits until the device has done all that is queued on this thread's stream by now."""
+    if device.type != "cuda":
+        return lambda: None
+    done = torch.cuda.Event()
+    done.record(torch.cuda.current_stream(device))
+    return done.synchronize
+
+
 def wait(device: torch.device) -> None:
     """Waits until the device has done all that was queued on this thread's stream."""
-    if device.type == "cuda":
-        done = torch.cuda.Event()
-        done.record(torch.cuda.current_stream(device))
-        done.synchronize()
+    mark(device)()

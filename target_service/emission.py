@@ -54,13 +54,19 @@ class Emitter:
         self._script = script
 
     def send(self, work: list[Work], output: ForwardOutput) -> list[Sent]:
-        """Sends the hidden states of all rows that may be emitted, before it is known which of a chain's will be."""
+        """Sends the hidden states of all rows that may be emitted, before it is known which of a chain's will be.
+
+        Rows of prompts count as computed from now on: what is queued comes after them.
+        """
         sent, row = [], 0
         for item in work:
             # A prompt's rows pair with its tokens; the last row's token is emitted with Advanced, and so is the row.
             paired = item.count - item.num_choices
             place = row + paired, item.start + paired
             prompt = self._sender.send(item.sequence, output.aux, row, item.start, paired)
+            if not item.verifies:
+                item.sequence.computed = item.start + item.count
+                item.sequence.unwritten_chunks += prompt is not None and prompt.inline
             sent.append(Sent(prompt, self._sender.send(item.sequence, output.aux, *place, item.num_choices)))
             row += item.count
         return sent
@@ -68,17 +74,14 @@ class Emitter:
     def prefilled(self, work: Work, rows: Rows | None, hidden: torch.Tensor, began: float, compute: float) -> None:
         """A chunk of a prompt; `hidden` [count, H] are its rows after the final norm."""
         sequence = work.sequence
-        sequence.computed = work.start + work.count
-        paired = work.count - work.num_choices
+        end, paired = work.start + work.count, work.count - work.num_choices
         rows = self._sender.emitted(sequence, rows, work.start + paired)
-        if rows is not None and rows.inline:
-            sequence.unwritten_chunks += 1
         logprobs = self._prompt_logprobs(sequence, hidden[:paired], work.start)
         timing = Timing(began - sequence.open.received, compute)
         self._metrics.prompt_tokens(work.count)
         self._roster.put(
             sequence,
-            Prefilled(sequence.open.sequence_id, sequence.computed, rows, logprobs, work.start + 1, timing),
+            Prefilled(sequence.open.sequence_id, end, rows, logprobs, work.start + 1, timing),
         )
 
     def advanced(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from kernels.graphs import Graphs
 from kernels.scripted_acceptance import Script
-from kernels.transfer import wait
+from kernels.transfer import mark
 from outrider.errors import Internal
 from outrider.pages import PageAllocator
 from target_service.attach import Buffers
@@ -26,7 +27,19 @@ from target_service.pace import Pace
 from target_service.pair_rounds import PairRounds
 from target_service.roster import Roster
 from target_service.scheduler import Plan, Scheduler
+from target_service.sequence import Sequence
 from target_service.warm_up import warm_up
+
+
+@dataclass(frozen=True)
+class _Queued:
+    """A step that the device has been given: `wait` returns once it is done."""
+
+    plan: Plan
+    results: Results
+    sent: list[Sent]
+    began: float
+    wait: Callable[[], None]
 
 
 class TargetEngine:
@@ -57,7 +70,11 @@ class TargetEngine:
         self._pace = Pace(self.scheduler)
         self.buffers = buffers
         self._metrics = metrics
+        # The newest step's rows, and a step whose results the device still computes.
         self._plan = Plan()
+        self._queued: _Queued | None = None
+        # Whether the device works by itself, so that the next step can be prepared meanwhile.
+        self._overlaps = self._device.type == "cuda"
         self._stats = Stats()
         metrics.watch_load(
             running=lambda: len(self.scheduler.active),
@@ -77,6 +94,8 @@ class TargetEngine:
 
     def idle_seconds(self) -> float | None:
         """How long a step has nothing to do: 0 for not at all, None for until a command comes."""
+        if self._queued is not None:
+            return 0.0
         now = time.monotonic()
         times = self._pace.start(now), self.scheduler.next_expiry(), self.pairs.next_deadline()
         nearest = min((at for at in times if at is not None), default=None)
@@ -84,23 +103,27 @@ class TargetEngine:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Schedules, runs the model, chooses tokens, accepts chains and emits."""
+        """Schedules, runs the model, chooses tokens, accepts chains and emits.
+
+        Where only prompts are computed, results wait until the next step is queued behind them.
+        """
         began = time.monotonic()
         self.roster.advance_late(began)
         self._plan = plan = self._schedule(began)
-        if plan.work:
-            self._aim(plan)
-            results = self._computation.run(plan.work)
-            sent = self._emitter.send(plan.work, results.output)
-            wait(self._device)
-            self._measure(plan, began)
-            self._emit(plan, results, sent, began)
+        queued = self._queue(plan, began) if plan.work else None
+        if self._queued is not None:
+            self._finish(self._queued)
+        self._queued = queued
+        if queued is not None and not self._can_wait(plan):
+            self._finish(queued)
+            self._queued = None
         self.roster.flush(self._stats)
 
     def on_failure(self, error: Exception) -> None:
         """A step raised: the sequences in it end with INTERNAL, the others go on."""
-        failed = [work.sequence for work in self._plan.work if work.sequence.key in self.roster.sequences]
-        for sequence in failed:
+        queued, self._queued = self._queued, None
+        work = [*self._plan.work, *(queued.plan.work if queued is not None else ())]
+        for sequence in {item.sequence: None for item in work if self._is_here(item.sequence)}:
             self.roster.fail(sequence, Internal(f"the step failed: {type(error).__name__}: {error}"))
         self._plan = Plan()
         self.roster.flush(self._stats)
@@ -114,6 +137,29 @@ class TargetEngine:
         for sequence in plan.preempted:
             self.roster.lose(sequence)
         return plan
+
+    def _queue(self, plan: Plan, began: float) -> _Queued:
+        """Hands the rows to the device, and hidden states on behind them."""
+        self._aim(plan)
+        results = self._computation.run(plan.work)
+        sent = self._emitter.send(plan.work, results.output)
+        return _Queued(plan, results, sent, began, mark(self._device))
+
+    def _can_wait(self, plan: Plan) -> bool:
+        """Whether nothing depends on a step's results, and no command can come that the next step would miss."""
+        return (
+            self._overlaps
+            and not any(work.num_choices for work in plan.work)
+            and all(sequence.prefilling for sequence in self.scheduler.active)
+        )
+
+    def _finish(self, queued: _Queued) -> None:
+        queued.wait()
+        self._measure(queued.plan, queued.began)
+        self._emit(queued)
+
+    def _is_here(self, sequence: Sequence) -> bool:
+        return self.roster.sequences.get(sequence.key) is sequence
 
     def _aim(self, plan: Plan) -> None:
         """From this step on, hidden states go where an advance says."""
@@ -129,11 +175,12 @@ class TargetEngine:
         self._stats = Stats(len(plan.work), plan.num_rows, compute, plan.queue_depth, self.pages.usage)
         self._metrics.stepped(self._stats)
 
-    def _emit(self, plan: Plan, results: Results, sent: list[Sent], began: float) -> None:
+    def _emit(self, queued: _Queued) -> None:
         row = chosen = 0
-        choices, compute = results.choices.tolist(), self._stats.compute
-        for work, rows in zip(plan.work, sent, strict=True):
-            if not work.verifies:
+        results, began, compute = queued.results, queued.began, self._stats.compute
+        choices = results.choices.tolist()
+        for work, rows in zip(queued.plan.work, queued.sent, strict=True):
+            if not work.verifies and self._is_here(work.sequence):
                 hidden = results.output.hidden[row : row + work.count]
                 self._emitter.prefilled(work, rows.prompt, hidden, began, compute)
             if count := work.num_choices:

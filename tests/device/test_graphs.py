@@ -41,16 +41,21 @@ def requests() -> list[Request]:
 
 @pytest.fixture
 def without_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """From when it is called on, waiting for the device raises, but in `transfer.wait`, which is counted."""
+    """From when it is called on, waiting for the device raises, but for the end of a step."""
 
-    def wait(device: torch.device, allowed: Callable[[torch.device], None] = transfer.wait) -> None:
-        mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("default")
-        allowed(device)
-        torch.cuda.set_sync_debug_mode(mode)
+    def mark(device: torch.device) -> Callable[[], None]:
+        finish = transfer.mark(device)
 
-    for user in ("target_service.engine", "draft_service.proposer"):
-        monkeypatch.setattr(f"{user}.wait", wait)
+        def wait() -> None:
+            mode = torch.cuda.get_sync_debug_mode()
+            torch.cuda.set_sync_debug_mode("default")
+            finish()
+            torch.cuda.set_sync_debug_mode(mode)
+
+        return wait
+
+    monkeypatch.setattr("target_service.engine.mark", mark)
+    monkeypatch.setattr("draft_service.proposer.wait", lambda device: mark(device)())
     yield lambda: torch.cuda.set_sync_debug_mode("error")
     torch.cuda.set_sync_debug_mode("default")
 

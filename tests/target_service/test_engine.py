@@ -5,7 +5,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from outrider.errors import Internal
-from target_service.commands import Advance, Advanced, Failed
+from target_service.commands import Advance, Advanced, Close, Failed, Prefilled
 from target_service.loading import load_target
 from target_service.metrics import TargetMetrics
 from target_service.pace import WAIT_FRACTION, Pace
@@ -84,6 +84,55 @@ def test_an_engine_with_nothing_to_do_waits_for_a_command_or_the_next_expiry(eng
     assert engine.idle_seconds() == 0  # the second chunk
     engine.step()
     assert 29 < engine.idle_seconds() <= 30
+
+
+def test_the_next_chunk_is_queued_before_the_last_ones_results_are_awaited(engine):
+    session = Recorder()
+    engine.apply([make_open(1, 50, session=session)])
+    while engine.idle_seconds() == 0:
+        engine.step()
+    expected, session.events = session.events, []
+
+    engine._overlaps, marks = True, []
+    engine.apply([Close(session, 1), make_open(1, 50, session=session)])
+    for _ in range(3):
+        engine.step()
+        marks.append(len(session.events))
+        assert (engine._queued is not None) == (len(marks) < 3)
+    assert marks == [0, 1, 4]
+    assert [(type(e), getattr(e, "num_computed", None)) for e in session.events] == [
+        (type(e), getattr(e, "num_computed", None)) for e in expected
+    ]
+    assert session.events[-1].token_ids == expected[-1].token_ids
+
+
+def test_commands_that_come_between_a_chunk_and_its_results(engine):
+    engine._overlaps, session = True, Recorder()
+    engine.apply([make_open(1, 50, session=session)])
+    engine.step()
+    engine.apply([Close(session, 1), make_open(1, 10, session=session)])
+    engine.step()
+    assert [type(e) for e in session.events] == [Prefilled, Advanced]  # of the second one
+    assert session.events[0].num_computed == 10
+    # Where somebody may send a command, no step is queued ahead.
+    engine.apply([make_open(2, 50, session=session)])
+    engine.step()
+    assert engine._queued is None and session.events[-1].num_computed == 20
+
+
+def test_a_step_that_fails_takes_the_one_before_it_along(engine, monkeypatch):
+    engine._overlaps, session = True, Recorder()
+    engine.apply([make_open(1, 50, session=session), make_open(2, 50, session=session)])
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._model, "forward", lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError) as error:
+            engine.step()
+        engine.on_failure(error.value)
+    assert {e.sequence_id for e in session.events if isinstance(e, Failed)} == {1}
+    while engine.idle_seconds() == 0:
+        engine.step()
+    assert isinstance(session.events[-1], Advanced) and session.events[-1].sequence_id == 2
 
 
 def test_the_debug_table_shows_sequences_pages_and_slices(engine):
