@@ -40,14 +40,17 @@ class ServiceProcess:
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, name: str, flags: Sequence[str]) -> ServiceProcess:
-        """Starts the service and returns once it is ready. Raises ServiceFailed where it ends instead."""
+    async def start(cls, name: str, flags: Sequence[str], kind: str = "") -> ServiceProcess:
+        """Starts the service and returns once it is ready. Raises ServiceFailed where it ends instead.
+
+        `kind`: which service it is, of MODULES, where its name does not say so.
+        """
         service = cls(
             name,
             await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                MODULES[name],
+                MODULES[kind or name],
                 *flags,
                 stdout=asyncio.subprocess.PIPE,
                 env=child_environment(),
@@ -135,12 +138,10 @@ class Pair:
         options = self._options
         try:
             await self._start("target", *_model(options.target), *_private(), *options.target_flags)
-            pair = self["target"].address
             if options.draft is not None:
                 await self.start_draft()
-                pair += f"={self['draft'].address}"
             listen = ["--listen", options.listen, "--metrics-listen", options.metrics_listen]
-            await self._start("gateway", "--pair", pair, *listen, *options.gateway_flags)
+            await self.start_gateway("gateway", *listen)
         except BaseException:
             await self._stop()
             raise
@@ -163,11 +164,17 @@ class Pair:
         model = [*_model(draft), "--target", self["target"].address]
         await self._start("draft", *model, *_private(address), *self._options.draft_flags)
 
-    async def _start(self, name: str, *flags: str) -> None:
+    async def start_gateway(self, name: str, *flags: str) -> None:
+        """Starts a gateway of this name in front of the pair."""
+        draft = f"={self['draft'].address}" if "draft" in self._services else ""
+        pair = ["--pair", self["target"].address + draft]
+        await self._start(name, *pair, *self._options.gateway_flags, *flags, kind="gateway")
+
+    async def _start(self, name: str, *flags: str, kind: str = "") -> None:
         """Starts a service. Raises ServiceFailed also where one that it may be waiting for ends meanwhile."""
         others = [service for other, service in self._services.items() if other != name]
         ends = [asyncio.create_task(service.failed()) for service in others]
-        starting = asyncio.create_task(ServiceProcess.start(name, flags))
+        starting = asyncio.create_task(ServiceProcess.start(name, flags, kind))
         try:
             done, _ = await asyncio.wait([starting, *ends], return_when=asyncio.FIRST_COMPLETED)
             if starting not in done:
@@ -179,9 +186,8 @@ class Pair:
             await asyncio.wait([starting, *ends])
 
     async def _stop(self) -> None:
-        for name in ("gateway", "draft", "target"):
-            if name in self._services:
-                await self[name].stop()
+        for service in reversed(self._services.values()):  # gateways, the draft, the target
+            await service.stop()
 
 
 def _model(served: Served) -> list[str]:

@@ -84,7 +84,7 @@ def synthetic_table(bench: SyntheticBench) -> str:
     """What is synthetic, the machine, and one line for each K beside the floor that the bandwidth sets."""
     about, bandwidth = machine(), bench.bandwidth
     header = [
-        *("K", "streams", "length", "verify", "floor", "x floor", "draft", "floor", "x floor", "round"),
+        *("K", "rounds by", "streams", "length", "verify", "floor", "x floor", "draft", "floor", "x floor", "round"),
         *("outside", "share", "TTFT p50", "decode tok/s", "output tok/s"),
     ]
     rows = []
@@ -93,6 +93,7 @@ def synthetic_table(bench: SyntheticBench) -> str:
         rows.append(
             [
                 str(row.measurement.draft_tokens),
+                row.driver,
                 str(row.streams),
                 f"{row.measurement.acceptance.length:.2f}",
                 *_beside_floor(row.verify, floors[0]),

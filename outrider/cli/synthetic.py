@@ -11,20 +11,26 @@ from typing import Any
 from outrider.cli import client, load, speed
 from outrider.cli.floor import StepBytes, draft_round, target_step
 from outrider.cli.load import Measurement
-from outrider.cli.processes import Pair, PairOptions, Synthetic
+from outrider.cli.processes import Pair, PairOptions, ServiceProcess, Synthetic
 from outrider.cli.roofline import Point, roofline
 from outrider.cli.statistics import decode_speed, percentile
 from outrider.synthetic_models import SyntheticModel, synthetic_model
 from outrider.v1 import gateway_pb2, gateway_pb2_grpc
 
 _WARM_UP_TOKENS = 32
+_ANY = ("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0")
 ACCEPTANCE_FLAG = "--synthetic-acceptance"
+GATEWAY, PAIR = "gateway", "pair"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One K. Bytes are those of a step, or of the draft's whole round; times are seconds, means of a round's stages."""
+    """One K. Bytes are those of a step, or of the draft's whole round; times are seconds, means of a round's stages.
 
+    `driver`: who runs the rounds, GATEWAY or PAIR.
+    """
+
+    driver: str
     measurement: Measurement
     streams: int
     context: int
@@ -68,6 +74,7 @@ class Row:
         """All figures."""
         floors = {"target": self.target_bytes.total / bandwidth, "draft": self.draft_bytes / bandwidth}
         return {
+            "rounds_by": self.driver,
             **self.measurement.as_json(),
             "streams": self.streams,
             "context": self.context,
@@ -114,6 +121,7 @@ def picture(bench: SyntheticBench) -> str:
     points = [
         point
         for row in bench.rows
+        if row.driver == GATEWAY  # a pair's own rounds have the same steps
         for point in (
             Point("target", f"K={row.measurement.draft_tokens}", row.target_bytes.total, row.verify),
             Point("draft", f"K={row.measurement.draft_tokens}", row.draft_bytes, row.draft),
@@ -134,22 +142,32 @@ async def run(
 ) -> SyntheticBench:
     """Measures the bandwidth, then the pair at each K of `chains` with `streams` requests at once.
 
-    Raises ServiceFailed where a service ends by itself.
+    Rounds with a chain are driven by a gateway, then by the pair. Raises ServiceFailed where a service ends by itself.
     """
     assert isinstance(options.target, Synthetic)
     model = synthetic_model(options.target.name)
     bandwidth = await speed.ask("kernels.bench.measure", _device(options.target_flags), {})
     result, about = SyntheticBench(model.name, acceptance, bandwidth), f"synthetic {model.name}, "
     options.target_flags = [ACCEPTANCE_FLAG, f"{acceptance:g}", *options.target_flags]
-    options.gateway_flags = ["--allow-synthetic", *options.gateway_flags]
-    async with Pair(options) as pair, client.connect(pair.address) as channel:
-        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+    options.gateway_flags = ["--allow-synthetic", "--no-pair-rounds", *options.gateway_flags]
+    async with Pair(options) as pair:
+        await pair.start_gateway(PAIR, *_ANY, "--pair-rounds")
         for chain in chains:
-            await _warm_up(stub, requests[:streams], chain)
-            measuring = load.measure(stub, requests, streams, chain, about)
-            measurement, stages = await speed.with_stages(measuring, pair["gateway"].metrics)
-            result.rows.append(_row(model, measurement, stages, min(streams, len(requests)), chain))
+            for driver in (GATEWAY, PAIR) if chain else (GATEWAY,):
+                measurement, stages = await _measure(pair[driver], requests, streams, chain, about)
+                result.rows.append(_row(driver, model, measurement, stages, min(streams, len(requests)), chain))
     return result
+
+
+async def _measure(
+    gateway: ServiceProcess, requests: Sequence[gateway_pb2.GenerateRequest], streams: int, chain: int, about: str
+) -> tuple[Measurement, dict[str, float]]:
+    """One load through one gateway, and the stages of its rounds."""
+    async with client.connect(gateway.address) as channel:
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        await _warm_up(stub, requests[:streams], chain)
+        measuring = load.measure(stub, requests, streams, chain, f"{about}rounds by the {gateway.name}, ")
+        return await speed.with_stages(measuring, gateway.metrics)
 
 
 def _device(target_flags: Sequence[str]) -> list[str]:
@@ -168,10 +186,13 @@ async def _warm_up(
     await asyncio.gather(*(client.generate(stub, request) for request in short))
 
 
-def _row(model: SyntheticModel, measurement: Measurement, stages: dict[str, float], streams: int, chain: int) -> Row:
+def _row(
+    driver: str, model: SyntheticModel, measurement: Measurement, stages: dict[str, float], streams: int, chain: int
+) -> Row:
     halfway = [len(g.prompt_token_ids) + len(g.token_ids) // 2 for g in measurement.generations]
     context = sum(halfway) // len(halfway)
     return Row(
+        driver,
         measurement,
         streams,
         context,

@@ -27,21 +27,24 @@ def test_one_table_a_file_and_a_picture_and_all_say_synthetic(tmp_path: Path) ->
     done = run("tiny-gpt-oss", *sizes, *chains, "--json", str(file), "--picture", str(drawing),
                "--gateway-flags", "--draft-timeout 60")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    about, machine, header, _, plain, drafted, *_ = done.stdout.splitlines()
+    about, machine, header, _, plain, drafted, by_the_pair, *_ = done.stdout.splitlines()
     assert about.startswith("synthetic tiny-gpt-oss: random weights") and "mean length 2.5; 40 in, 48 out" in about
     assert "main memory: reads" in machine
-    assert header.split()[:4] == ["K", "streams", "length", "verify"]
-    assert (plain.split()[:3], drafted.split()[:2]) == (["0", "2", "1.00"], ["3", "2"])
-    assert "synthetic tiny-gpt-oss, K = 3: " in done.stderr
+    assert header.split()[:6] == ["K", "rounds", "by", "streams", "length", "verify"]
+    assert plain.split()[:4] == ["0", "gateway", "2", "1.00"]
+    assert [line.split()[:3] for line in (drafted, by_the_pair)] == [["3", "gateway", "2"], ["3", "pair", "2"]]
+    assert "synthetic tiny-gpt-oss, rounds by the pair, K = 3: " in done.stderr
     figures = json.loads(file.read_text())
     assert (figures["synthetic"], figures["synthetic_acceptance"]) == ("tiny-gpt-oss", 2.5)
     for row in figures["rows"]:
         assert row["requests"] == 3 and row["tokens"] == 3 * 48
         assert row["verify_over_floor"] == pytest.approx(row["verify"] / row["floor"]["target"]) and row["verify"] > 0
         assert 0 < row["outside_share"] < 1 and row["decode_tokens_per_second"] > 0
-    assert figures["rows"][0]["draft_over_floor"] is None and figures["rows"][1]["draft_over_floor"] > 0
+    plain, *drafted = figures["rows"]
+    assert plain["draft_over_floor"] is None and all(row["draft_over_floor"] > 0 for row in drafted)
+    assert [row["rounds_by"] for row in figures["rows"]] == ["gateway", "gateway", "pair"]
     # A chain has one or two of its tokens accepted; the last of a request may be cut short.
-    assert 1.5 < figures["rows"][1]["acceptance"]["length"] < 3
+    assert all(1.5 < row["acceptance"]["length"] < 3 for row in drafted)
     assert "synthetic tiny-gpt-oss" in "".join(ElementTree.parse(drawing).getroot().itertext())
 
 
