@@ -26,8 +26,9 @@ class Service:
         environment: dict[str, str] | None = None,
         timeout: float = 60,
         prefix: Sequence[str] = (),
+        until: str = "",
     ) -> None:
-        """`prefix` is a command that becomes the service, such as `env` or `setpriv`."""
+        """Waits until it is ready, or says `until`; `prefix` is a command that becomes it, such as `setpriv`."""
         self.module = module
         self.flags = flags
         self.output: deque[str] = deque(maxlen=2000)
@@ -41,9 +42,10 @@ class Service:
             errors="replace",
         )
         self._ready = threading.Event()
+        self._until = until
         self.address = self.metrics = ""
         threading.Thread(target=self._read, daemon=True).start()
-        if not self._ready.wait(timeout) or not self.address:
+        if not self._ready.wait(timeout) or bool(until) == bool(self.address):
             self.dump()
             self.kill()
             raise AssertionError(f"{module} did not become ready; its output:\n" + self.text)
@@ -54,6 +56,8 @@ class Service:
             self.output.append(line)
             if match := READY.match(line):
                 self.address, self.metrics = match[2], match[3] or ""
+                self._ready.set()
+            elif self._until and self._until in line:
                 self._ready.set()
         self._ready.set()
 
