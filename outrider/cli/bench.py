@@ -78,14 +78,11 @@ def bench(
         raise usage_error("--picture needs --synthetic")
     if synthetic:
         random_tokens, random_vocabulary = random_tokens or 1024, _vocabulary(synthetic)
-    try:
-        templates = (
-            load.random_prompts(requests, random_tokens, random_vocabulary, seed)
-            if random_tokens
-            else list(islice(cycle(load.questions(prompts)), requests))
-        )
-    except (OSError, ValueError) as error:
-        raise usage_error(f"--prompts: {error}") from error
+    templates = (
+        load.random_prompts(requests, random_tokens, random_vocabulary, seed)
+        if random_tokens
+        else list(islice(cycle(_questions(prompts)), requests))
+    )
     _claim(json_file, "--json")
     _claim(picture, "--picture")
     for index, template in enumerate(templates):
@@ -155,6 +152,14 @@ async def _synthetic(
     _write(json_file, report.machine() | result.as_json())
     if picture is not None:
         picture.write_text(synthetic_bench.picture(result))
+
+
+def _questions(prompts: Path | None) -> list[gateway_pb2.GenerateRequest]:
+    """Those of the file, or the built-in ones. Raises a usage error."""
+    try:
+        return load.questions(prompts)
+    except (OSError, ValueError) as error:
+        raise usage_error(f"--prompts: {error}") from error
 
 
 def _vocabulary(synthetic: str) -> int:

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from outrider.cli.roofline import Point, roofline
+from outrider.cli.roofline import Point, _ticks, roofline
 
 SVG = "{http://www.w3.org/2000/svg}"
 BANDWIDTH = 4e12
@@ -37,3 +37,16 @@ def test_it_says_what_it_is_of() -> None:
 
 def test_nothing_measured_is_a_picture_too() -> None:
     assert not list(picture().iter(f"{SVG}circle"))
+
+
+@pytest.mark.parametrize(
+    ("end", "ticks"),
+    [
+        (5.7, [0, 1, 2, 3, 4, 5]),
+        (18.9, [0, 5, 10, 15]),
+        (0.8, [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]),
+        (9, [0, 2, 4, 6, 8]),
+    ],
+)
+def test_axes_have_round_numbers(end: float, ticks: list[float]) -> None:
+    assert _ticks(end) == ticks
