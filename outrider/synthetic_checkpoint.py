@@ -31,7 +31,7 @@ class SyntheticCheckpoint(Checkpoint):
     Matrices [..., outputs, inputs] have normal elements with a standard deviation of inputs ** -0.5, which keeps the
     scale of what they are multiplied with, times the gain of the first entry of `gains` that their name contains;
     `..._blocks` and `..._scales` make such a matrix together. Norms are about one, biases about zero. `given` tensors
-    are not drawn. Floats are bfloat16, as published.
+    are not drawn, and stay where they are. Floats are bfloat16, as published.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class SyntheticCheckpoint(Checkpoint):
             self._infos[name] = TensorInfo(name, dtype, shape, self.directory, 0, size)
 
     def load(self, name: str) -> torch.Tensor:
-        """Draws a tensor on the device."""
+        """Draws a tensor on the device, or returns the one that was given."""
         info = self.tensors.get(name)
         if info is None:
             raise CheckpointError(f"{self.directory}: no tensor {name!r}")
-        tensor = self._given[name].to(self._device) if name in self._given else self._draw(info)
+        tensor = self._given[name] if name in self._given else self._draw(info)
         if self._progress is not None:
             self._progress.update(info.num_bytes)
         return tensor

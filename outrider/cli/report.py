@@ -115,12 +115,22 @@ def synthetic_table(bench: SyntheticBench) -> str:
             f"{about['date']}; {about['cpu']}, {about['cores']} cores; torch {about['torch']}; {bandwidth['device']}: "
             f"reads {bandwidth['read'] / 1e9:,.1f} GB/s, copies {bandwidth['copy'] / 1e9:,.1f} GB/s, in this run",
             _table(header, rows),
+            *_best(bench),
             "floor: bytes that the step reads, by the config and with experts chosen evenly, over the bandwidth of "
             "reads; draft: the whole chain.",
             "verify, draft, outside: means by the services' clocks; round: as the client has it, the median request's. "
             "decode: all streams, after the first tokens; output: first tokens' time counted in.",
         ]
     )
+
+
+def _best(bench: SyntheticBench) -> list[str]:
+    """The fastest of several rows."""
+    if len(bench.rows) < 2:
+        return []
+    best = max(bench.rows, key=lambda row: row.decode_speed)
+    rounds = f"rounds by the {best.driver}: " if best.measurement.draft_tokens else ""
+    return [f"best K: {best.measurement.draft_tokens}, {rounds}{best.decode_speed:.1f} tok/s decoding"]
 
 
 def _beside_floor(seconds: float, floor: float) -> list[str]:
