@@ -12,7 +12,7 @@ from draft_service.cache import DraftCache
 from draft_service.choice import Chooser, ProposalSampling
 from draft_service.model import DraftModel
 from draft_service.sequence import DraftSequence, NewRows
-from draft_service.static_steps import Drafted, StaticSteps, fits
+from draft_service.static_steps import Packed, StaticSteps, split
 from draft_service.turn import Turn, chain_rows_last, joined_states, places_of_rows
 from kernels.attention_block import Rows
 from kernels.graphs import Graphs
@@ -25,6 +25,10 @@ class Chain:
 
     token_ids: list[int]
     probabilities: list[float]
+
+
+# Of each step of chains the tokens and their probabilities, of the sequences that still draft.
+Drafted = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Proposer:
     """Runs steps of one draft model over one cache."""
 
     def __init__(
-        self, model: DraftModel, cache: DraftCache, limits: Limits, graphs: Graphs[Drafted] | None = None
+        self, model: DraftModel, cache: DraftCache, limits: Limits, graphs: Graphs[Packed] | None = None
     ) -> None:
         """`graphs`: what steps of chains alone go through."""
         self.model = model
@@ -70,22 +74,29 @@ class Proposer:
 
         Waits for the device once, at the end: from then on the rows' states may be overwritten.
         """
-        if self._static_steps is not None and fits(turns):
-            packed = to_host(self._static_steps.run(turns))
-            wait(self.model.device)
-            return _read_chains(turns, [(tokens, bits.view(torch.float32)) for tokens, bits in packed])
-        order = sorted(range(len(turns)), key=lambda index: -turns[index].num_tokens)
-        longest_first = [turns[index] for index in order]
+        queued: list[tuple[list[Turn], Drafted]] = []
+        others = list(turns)
+        if self._static_steps is not None:
+            groups, others = split(turns)
+            queued = [(group, _unpack(to_host(self._static_steps.run(group)))) for group in groups]
+        if others:
+            longest_first = sorted(others, key=lambda turn: -turn.num_tokens)
+            queued.append((longest_first, self._run(longest_first)))
+        wait(self.model.device)
+        chains: dict[Turn, Chain] = {}
+        for group, drafted in queued:
+            chains |= zip(group, _read_chains(group, drafted), strict=True)
+        return [chains[turn] for turn in turns]
+
+    def _run(self, longest_first: list[Turn]) -> Drafted:
+        """Any turns, by whatever length their chains have."""
         sequences = [turn.sequence for turn in longest_first]
-        width = self.cache.width(max(turn.sequence.end + turn.num_tokens for turn in turns))
+        width = self.cache.width(max(turn.sequence.end + turn.num_tokens for turn in longest_first))
         tables = to_device(self.cache.tables(sequences, width), self.model.device)
         starts = self._tensor([sequence.start for sequence in sequences])
         hidden, token_ids = self._take_in(longest_first, tables, starts)
         drafted = self._draft(longest_first, hidden, token_ids, tables, starts)
-        drafted = [(to_host(tokens), to_host(probabilities)) for tokens, probabilities in drafted]
-        wait(self.model.device)
-        chains = _read_chains(longest_first, drafted)
-        return [chain for _, chain in sorted(zip(order, chains, strict=True), key=lambda pair: pair[0])]
+        return [(to_host(tokens), to_host(probabilities)) for tokens, probabilities in drafted]
 
     def _take_in(
         self, turns: list[Turn], tables: torch.Tensor, starts: torch.Tensor
@@ -110,12 +121,12 @@ class Proposer:
         token_ids: torch.Tensor,
         tables: torch.Tensor,
         starts: torch.Tensor,
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    ) -> Drafted:
         """Drafts one token a step for the turns, longest chain first: tokens and their probabilities, [count]."""
         samplings = [turn.sequence.sampling for turn in turns]
         ends = [turn.sequence.end for turn in turns]
         sequences, positions = self._tensor(range(len(turns))), self._tensor(ends) - 1
-        drafted: list[tuple[torch.Tensor, torch.Tensor]] = []
+        drafted: Drafted = []
         for step in range(turns[0].num_tokens):
             count = sum(turn.num_tokens > step for turn in turns)
             if drafted and _all_unsure(turns[:count], drafted):
@@ -131,7 +142,11 @@ class Proposer:
         return to_device(torch.from_numpy(np.asarray(numbers, dtype=np.int32)), self.model.device)
 
 
-def _all_unsure(turns: list[Turn], drafted: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+def _unpack(packed: Packed) -> Drafted:
+    return [(tokens, bits.view(torch.float32)) for tokens, bits in packed]
+
+
+def _all_unsure(turns: list[Turn], drafted: Drafted) -> bool:
     """Whether every chain that could go on has fallen below its confidence. Not asked of a device: it would wait."""
     if any(turn.min_confidence == 0 for turn in turns) or drafted[-1][1].device.type != "cpu":
         return False
@@ -139,7 +154,7 @@ def _all_unsure(turns: list[Turn], drafted: list[tuple[torch.Tensor, torch.Tenso
     return all(c < turn.min_confidence for c, turn in zip(confidences.tolist(), turns, strict=True))
 
 
-def _read_chains(turns: Sequence[Turn], drafted: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Chain]:
+def _read_chains(turns: Sequence[Turn], drafted: Drafted) -> list[Chain]:
     """The drafted tokens by sequence, each chain cut where its confidence falls too low."""
     token_rows = [tokens.tolist() for tokens, _ in drafted]
     probability_rows = [probabilities.tolist() for _, probabilities in drafted]

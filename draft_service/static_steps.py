@@ -21,8 +21,10 @@ from kernels.attention_block import Rows
 from kernels.graphs import MOST_ROWS, Graphs, Layout, padded
 
 MOST_SEQUENCES = 64
+# More are a prompt's.
+MOST_ROWS_OF_ONE = 32
 # Tokens and the bits of their probabilities, int32 [2, K, S].
-Drafted = torch.Tensor
+Packed = torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -35,21 +37,23 @@ class Shape:
     pages: int
 
 
-def fits(turns: Sequence[Turn]) -> bool:
-    """Whether a step can go through static tensors: few rows, chains of one length, no bias."""
-    rows = sum(turn.rows.count for turn in turns)
-    return (
-        len(turns) <= MOST_SEQUENCES
-        and rows <= MOST_ROWS
-        and turns[0].num_tokens > 0
-        and all(turn.num_tokens == turns[0].num_tokens and turn.sequence.sampling.bias is None for turn in turns)
-    )
+def split(turns: Sequence[Turn]) -> tuple[list[list[Turn]], list[Turn]]:
+    """Groups of turns that can go through static tensors, each with chains of one length, and the others."""
+    groups: dict[int, list[Turn]] = {}
+    others: list[Turn] = []
+    for turn in turns:
+        plain = turn.num_tokens > 0 and turn.sequence.sampling.bias is None and turn.rows.count <= MOST_ROWS_OF_ONE
+        (groups.setdefault(turn.num_tokens, []) if plain else others).append(turn)
+    for length, group in list(groups.items()):
+        if len(group) > MOST_SEQUENCES or sum(turn.rows.count for turn in group) > MOST_ROWS:
+            others += groups.pop(length)
+    return list(groups.values()), others
 
 
 class StaticSteps:
-    """Takes rows in and drafts chains, for turns that fit."""
+    """Takes rows in and drafts chains, for groups of turns that fit."""
 
-    def __init__(self, model: DraftModel, cache: DraftCache, chooser: Chooser, graphs: Graphs[Drafted]) -> None:
+    def __init__(self, model: DraftModel, cache: DraftCache, chooser: Chooser, graphs: Graphs[Packed]) -> None:
         self._model = model
         self._cache = cache
         self._chooser = chooser
@@ -57,8 +61,11 @@ class StaticSteps:
         most, width = MOST_ROWS + MOST_SEQUENCES, model.draft.input_width
         self._states = torch.zeros(most, width, dtype=model.dtype, device=model.device)
 
-    def run(self, turns: Sequence[Turn]) -> Drafted:
-        """Tokens and probabilities of all chains, and of sequences that repeat the last, until a step runs again."""
+    def run(self, turns: Sequence[Turn]) -> Packed:
+        """Tokens and probabilities of all chains, and of sequences that repeat the last; until such a step runs again.
+
+        The inputs are free once the device has been waited for: no two groups of one step may have one length.
+        """
         sequences, tokens = [turn.sequence for turn in turns], turns[0].num_tokens
         pages = self._cache.width(max(sequence.end for sequence in sequences) + tokens)
         positions, of_turn = places_of_rows(turns)
@@ -91,7 +98,7 @@ class StaticSteps:
         if filled < end:
             self._states[filled:end] = states[-1]
 
-    def _draft(self, shape: Shape, inputs: Mapping[str, torch.Tensor]) -> Drafted:
+    def _draft(self, shape: Shape, inputs: Mapping[str, torch.Tensor]) -> Packed:
         """What is captured."""
         model, kv = self._model, self._cache.kv
         tables, starts, count = inputs["tables"], inputs["starts"], shape.rows

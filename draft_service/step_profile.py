@@ -23,7 +23,7 @@ from draft_service.model import DraftModel
 from draft_service.proposer import Limits, Proposer
 from draft_service.sequence import DraftSequence, NewRows
 from draft_service.sharing import TargetFacts
-from draft_service.static_steps import Drafted
+from draft_service.static_steps import Packed
 from draft_service.synthetic import synthetic_checkpoint
 from draft_service.turn import Turn
 from draft_service.weights import load_weights
@@ -58,7 +58,7 @@ def main(
         pages = count * -(-limits.max_positions // PAGE_SIZE)
         cache = DraftCache(model.new_kv_cache(pages), limits.max_positions, place)
         for captured in (True, False) if model.never_waits else (False,):
-            graphs: Graphs[Drafted] | None = Graphs(place) if captured else None
+            graphs: Graphs[Packed] | None = Graphs(place) if captured else None
             proposer = Proposer(model, cache, limits, graphs)
             held = [_hold(proposer, context) for _ in range(count)]
             for chain in numbers(chains):

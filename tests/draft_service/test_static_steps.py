@@ -5,7 +5,7 @@ import torch
 
 from draft_service.choice import ProposalSampling
 from draft_service.proposer import Turn
-from draft_service.static_steps import fits
+from draft_service.static_steps import split
 from kernels.graphs import Graphs
 from tests.draft_service.drivers import load_proposer, new_sequence, turn
 from tests.drafts import draft_tensors, tiny_config, write_tiny_draft
@@ -38,7 +38,7 @@ def rounds(proposer, numbers, tokens=3, context=11):
             part(sequences[(number + i) % len(sequences)], 1 + (number + i) % (tokens + 1), tokens)
             for i in range(count)
         ]
-        assert fits(turns)
+        assert split(turns) == ([turns], [])
         chains.append(proposer.step(turns))
     return chains
 
@@ -65,14 +65,40 @@ def test_warming_up_leaves_no_trace(tmp_path):
 
 
 def test_what_does_not_fit(tmp_path):
-    proposer = load_proposer(write_tiny_draft(tmp_path), SHARED)
+    proposer = load_proposer(write_tiny_draft(tmp_path), SHARED, pages=80)
 
     def one(rows, wanted, sampling=SAMPLINGS[0]):
         return turn(proposer, new_sequence(sampling), 0, torch.zeros(rows, 192), [0] * rows, wanted)
 
     bias = torch.tensor([3]), torch.tensor([1.0])
-    assert fits([one(1, 3), one(4, 3)])
-    assert not fits([one(3, 0)])
-    assert not fits([one(3, 3), one(3, 2)])
-    assert not fits([one(300, 3)])
-    assert not fits([one(1, 3, ProposalSampling(bias=bias))])
+    fitting = [one(1, 3), one(2, 2), one(4, 3)]
+    others = [one(3, 0), one(300, 3), one(1, 3, ProposalSampling(bias=bias))]
+    assert split([*fitting, *others]) == ([[fitting[0], fitting[2]], [fitting[1]]], others)
+    many = [one(1, 1) for _ in range(65)]
+    assert split(many) == ([], many)
+
+
+def test_groups_of_one_step(tmp_path):
+    """Chains of different lengths, a prompt and a bias in one step."""
+    write_tiny_draft(tmp_path)
+
+    def step(graphs=None):
+        proposer = load_proposer(tmp_path, SHARED, graphs=graphs)
+        random = torch.Generator().manual_seed(1)
+        bias = ProposalSampling(temperature=0.0, bias=(torch.tensor([3]), torch.tensor([50.0])))
+        turns = [
+            turn(proposer, new_sequence(sampling), 0, torch.randn(rows, 192, generator=random), [5] * rows, wanted)
+            for rows, wanted, sampling in [
+                (2, 3, SAMPLINGS[0]),
+                (40, 0, SAMPLINGS[0]),
+                (3, 1, SAMPLINGS[1]),
+                (1, 3, SAMPLINGS[2]),
+                (2, 2, bias),
+                (4, 1, SAMPLINGS[0]),
+            ]
+        ]
+        return proposer.step(turns)
+
+    graphs = Graphs(torch.device("cpu"))
+    assert step(graphs) == step()
+    assert {(shape.sequences, shape.tokens) for shape in graphs._steps} == {(2, 3), (2, 1)}
