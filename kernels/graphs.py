@@ -20,6 +20,7 @@ Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 log = logging.getLogger(__name__)
 
 _ALIGNMENT = 64
+_STALE_RUNS = 1000
 # Few, so that few graphs serve any number of rows; exact where a row more is felt.
 _ROW_COUNTS = (*range(1, 9), 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MOST_ROWS = _ROW_COUNTS[-1]
@@ -70,6 +71,7 @@ class Step(Generic[Output]):
     function: Callable[[Mapping[str, torch.Tensor]], Output]
     held: bool = False
     has_run: bool = False
+    last_run: int = 0
     graph: torch.cuda.CUDAGraph | None = None
     output: Output | None = None
 
@@ -78,14 +80,16 @@ class Graphs(Generic[Output]):
     """The steps of one model, by shape.
 
     A shape's function runs as it is the first time, which compiles its kernels, is captured when the shape comes again,
-    and replayed from then on. Shapes that come once `most` are held run as they are.
+    and replayed from then on. Of `most` shapes that are held one makes room for another only when it has not come for a
+    thousand runs; until then the other runs as it is.
     """
 
     def __init__(self, device: torch.device, *, capture: bool = True, most: int = 128) -> None:
         self._device = device
         self._capturing = capture and device.type == "cuda"
         self._most = most
-        self._steps: dict[Hashable, Step[Output]] = {}
+        self._steps: dict[Hashable, Step[Output]] = {}  # the one that ran last at the end
+        self._runs = 0
         # One pool for all: none runs while another does, and what a graph leaves is held as long as the graph.
         self._pool = torch.cuda.graph_pool_handle() if self._capturing else None
 
@@ -98,11 +102,14 @@ class Graphs(Generic[Output]):
         self, shape: Hashable, layout: Layout, function: Callable[[Mapping[str, torch.Tensor]], Output]
     ) -> Step[Output]:
         """The step of a shape, made of `layout` and `function` when it is asked for first; its inputs are to be set."""
-        if (step := self._steps.get(shape)) is None:
-            step = Step(Columns(layout, self._device), function)
-            if len(self._steps) < self._most:
-                step.held = True
-                self._steps[shape] = step
+        step = self._steps.pop(shape, None)
+        if step is None:
+            self._drop_stale()
+            step = Step(Columns(layout, self._device), function, held=len(self._steps) < self._most)
+        if step.held:
+            self._steps[shape] = step
+        self._runs += 1
+        step.last_run = self._runs
         return step
 
     def run(self, step: Step[Output]) -> Output:
@@ -115,6 +122,13 @@ class Graphs(Generic[Output]):
             return step.function(step.inputs.device)
         step.graph.replay()
         return step.output
+
+    def _drop_stale(self) -> None:
+        """Makes room for a shape, where one has not come for long."""
+        if len(self._steps) == self._most:
+            shape, oldest = next(iter(self._steps.items()))
+            if self._runs - oldest.last_run >= _STALE_RUNS:
+                del self._steps[shape]
 
     def _capture(self, step: Step[Output]) -> None:
         graph = torch.cuda.CUDAGraph()

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kernels.graphs import Graphs, padded
+from kernels.graphs import Graphs
 from kernels.sampling import SamplingParams
 from target_service.models import load_model
 from tests.models import write_tiny_gpt_oss, write_tiny_llama
@@ -74,7 +74,3 @@ def test_shapes_beyond_those_that_are_held_work(tmp_path):
     found = run(make_engine(model, graphs), requests(), with_mistakes(expected, (0, 2, 5), model.config.vocab_size))
     assert [outcome.tokens for outcome in found] == [outcome.tokens for outcome in expected]
     assert len(graphs._steps) == 2
-
-
-def test_numbers_of_rows():
-    assert [padded(count) for count in (0, 1, 7, 8, 9, 17, 64, 65, 256)] == [0, 1, 7, 8, 16, 24, 64, 96, 256]
