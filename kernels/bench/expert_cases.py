@@ -10,6 +10,7 @@ import torch
 from kernels.bench.cases import FEW, Case, Data, first_rows
 from kernels.gumbel_max import sample_rows
 from kernels.mxfp4 import BLOCK, dequantize_mxfp4
+from kernels.noise import gumbel_noise
 from kernels.sampling_params import SamplingParams
 from kernels.swiglu import clamped_swiglu
 
@@ -138,3 +139,24 @@ def choice_cases(data: Data) -> Iterator[Case]:
     yield case("choice_greedy", SamplingParams(temperature=0))
     yield case("choice_sampled", SamplingParams(temperature=0.8, seed=7))
     yield case("choice_filtered", SamplingParams(temperature=0.8, seed=7, top_k=40, top_p=0.9))
+    yield _draft_choice(data)
+
+
+def _draft_choice(data: Data) -> Case:
+    """A draft's choice of its own tokens, sampled: every sixth of the vocabulary, as 32,000 of 201,088 are."""
+    from kernels.triton_forms.proposal import propose
+
+    target_ids = torch.arange(0, data.sizes.vocabulary, 6, device=data.device)
+    logits = data.normal(8, len(target_ids), scale=3.0, dtype=torch.float32)
+    heat, ones = torch.full((8,), 0.8, device=data.device), torch.ones(8, dtype=torch.int32, device=data.device)
+    seeds, positions = ones.long() * 7, torch.arange(100, 108, dtype=torch.int32, device=data.device)
+
+    def compute(rows: int, _: int) -> torch.Tensor:
+        params = heat[:rows], seeds[:rows], ones[:rows], positions[:rows]
+        return propose(logits[:rows], target_ids, *params)[0]
+
+    def reference(rows: int) -> torch.Tensor:
+        noise = torch.stack([gumbel_noise(7, 102 + row, target_ids) for row in range(rows)])
+        return target_ids[(logits[:rows] / 0.8 + noise).argmax(-1)]
+
+    return Case("choice_draft", compute, reference, lambda rows: 2 * rows * logits[0].nbytes, tolerance=0.0)

@@ -45,6 +45,7 @@ class Report:
 
 def kernel_times(step: Callable[[], object]) -> list[dict[str, Any]]:
     """Name, launches and seconds a step of all that ran on the device, the longest first."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -54,7 +55,7 @@ def kernel_times(step: Callable[[], object]) -> list[dict[str, Any]]:
     found = [
         {"name": event.key, "launches": event.count / PROFILED, "seconds": event.device_time_total * 1e-6 / PROFILED}
         for event in profiler.key_averages()
-        if event.device_time_total > 0
+        if event.device_type == DeviceType.CUDA  # and not what launched it
     ]
     return sorted(found, key=lambda kernel: -kernel["seconds"])
 
