@@ -23,7 +23,7 @@ from kernels.graphs import MOST_ROWS, Graphs, Layout, padded
 MOST_SEQUENCES = 64
 # More are a prompt's.
 MOST_ROWS_OF_ONE = 32
-# Tokens and the bits of their probabilities, int32 [2, K, S].
+# Of each token of the chains its id and the bits of its probability, int32 [K, 2, S].
 Packed = torch.Tensor
 
 
