@@ -98,7 +98,6 @@ class PairListener:
         self._path = _DIRECTORY / self.name
         self._listening = _new_socket()
         try:
-            self._listening.setblocking(False)
             self._listening.bind(str(self._path))
             if group is not None:
                 os.chown(self._path, -1, group_id(group))
@@ -125,12 +124,12 @@ class PairListener:
 
 
 def sweep_stale_sockets() -> list[str]:
-    """Removes the names of sockets on which nobody listens any more, and returns them."""
+    """Removes the names of sockets that nobody has open any more, and returns them."""
     swept = []
     for name in filter(_NAME.fullmatch, os.listdir(_DIRECTORY)):
         path = _DIRECTORY / name
-        with contextlib.suppress(OSError), contextlib.closing(_new_socket()) as probe:
-            probe.setblocking(False)
+        # Of another type, so that it is turned away where somebody is, and never takes the place of who shall connect.
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
             if stat.S_ISSOCK(path.lstat().st_mode) and probe.connect_ex(str(path)) == errno.ECONNREFUSED:
                 path.unlink()
                 swept.append(name)
@@ -138,4 +137,5 @@ def sweep_stale_sockets() -> list[str]:
 
 
 def _new_socket() -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    """It never waits, not even to connect where others stand in line."""
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)

@@ -66,20 +66,39 @@ def test_other_names_are_refused(name: str) -> None:
         PairSocket.connect(name)
 
 
-def test_only_names_on_which_nobody_listens_are_swept() -> None:
+def test_only_names_that_nobody_has_open_are_swept() -> None:
     alive = PairListener()
-    stale = FOLDER / f"outrider-{os.urandom(16).hex()}.socket"
+    stale, bound = (FOLDER / f"outrider-{os.urandom(16).hex()}.socket" for _ in range(2))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
         dead.bind(str(stale))
     no_socket = FOLDER / f"outrider-{os.urandom(16).hex()}.socket"
     no_socket.touch()
     try:
-        swept = sweep_stale_sockets()
-        assert stale.name in swept and alive.name not in swept and no_socket.name not in swept
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as about_to_listen:
+            about_to_listen.bind(str(bound))
+            swept = sweep_stale_sockets()
+        assert stale.name in swept and not {alive.name, bound.name, no_socket.name} & set(swept)
         assert not stale.exists() and (FOLDER / alive.name).exists() and no_socket.exists()
+        there = PairSocket.connect(alive.name)
+        here = alive.accept()
+        assert here is not None and here.receive() == [] and not here.ended, "who looked did not take the place"
+        there.close()
+        here.close()
     finally:
         no_socket.unlink()
+        bound.unlink(missing_ok=True)
         alive.close()
+
+
+def test_who_cannot_be_taken_in_does_not_wait_for_it() -> None:
+    listener = PairListener()
+    in_line: list[PairSocket] = []
+    with pytest.raises(FailedPrecondition, match="cannot be connected to"):
+        while len(in_line) < 10:
+            in_line.append(PairSocket.connect(listener.name))
+    listener.close()
+    for end in in_line:
+        end.close()
 
 
 class Echo:
