@@ -66,12 +66,12 @@ class Drafting:
         self._announced = self._sequence
         return self._aux(first_position=0) if self._sequence is not None else AuxRequest()
 
-    def grant(self, chain: Chain) -> GrantRounds | None:
-        """Lets the pair go on by itself after a chain: a draft that has just answered in time."""
+    def grant(self, chain: Chain, aux: AuxRequest | None) -> GrantRounds | None:
+        """Lets the pair go on by itself after a chain: a draft that has just answered in time, and is asked again."""
+        if aux is not None:
+            return self._grant.revoke()
         self._grant.ended()
-        if not chain.token_ids or self._sequence is None or self._announced is not self._sequence:
-            return None
-        return self._next_grant()
+        return self._next_grant() if chain.token_ids else None
 
     def regrant(self) -> GrantRounds | None:
         """What the pair is told while it goes on by itself: that it may go further, or no further."""

@@ -10,6 +10,7 @@ GrantRounds = target_pb2.TargetCommand.GrantRounds
 # What the pair may add to a request before it needs a new grant, which it gets long before it has: a gateway that
 # stands still stops it.
 GRANT_TOKENS = 64
+_LONGEST_TIMEOUT_US = 2**32 - 1  # what the field holds, more than an hour
 
 
 class PairGrant:
@@ -33,7 +34,7 @@ class PairGrant:
             link_id=sequence.link_id,
             until_length=until,
             num_draft_tokens=min(num_draft_tokens, draft.info.max_draft_tokens),
-            timeout_us=int(sequence.session.timeout * 1e6),
+            timeout_us=min(int(sequence.session.timeout * 1e6), _LONGEST_TIMEOUT_US),
         )
 
     def revoke(self) -> GrantRounds | None:

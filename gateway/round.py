@@ -71,7 +71,8 @@ async def run_round(request: Request, sequence: TargetSequence, drafting: Drafti
     begun = perf_counter()
     chain = await drafting.chain()
     proposed = perf_counter()
-    sequence.advance(chain.token_ids, drafting.aux_change(), drafting.grant(chain))
+    aux = drafting.aux_change()
+    sequence.advance(chain.token_ids, aux, drafting.grant(chain, aux))
     event = await verified_event(sequence, chain)
     verified = perf_counter()
     if drafting.take_advanced(event.advanced):

@@ -1,0 +1,88 @@
+"""Which pair is let go on by itself, and how far: the gateway's side, without services."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gateway.draft_session import Chain, DraftSequence
+from gateway.drafting import Drafting
+from gateway.pair_grant import GRANT_TOKENS, PairGrant
+from outrider.v1 import common_pb2, draft_pb2, target_pb2
+
+
+class Session(SimpleNamespace):
+    """What a draft's sequences need of their session."""
+
+    def open(self, command: draft_pb2.DraftCommand.OpenDraft) -> DraftSequence:
+        sequence = DraftSequence(self, 1)  # type: ignore[arg-type]
+        sequence.link_id = command.link_id
+        return sequence
+
+
+def new_draft(name: str, timeout: float = 1.0) -> Any:
+    info = {"instance_id": name, "aux_boundaries": [1], "max_draft_tokens": 5, "max_sequence_length": 1000}
+    return SimpleNamespace(
+        info=draft_pb2.GetDraftInfoResponse(**info),
+        metrics=SimpleNamespace(requests=SimpleNamespace(inc=lambda: None)),
+        runs_rounds=True,
+        serving=True,
+        session=Session(timeout=timeout, alive=False, sequences={}),
+        transport=lambda target: common_pb2.TRANSPORT_SHARED_MEMORY,
+    )
+
+
+class Begun:
+    """A request of three tokens that has begun with the first of two drafts."""
+
+    def __init__(self) -> None:
+        self.drafts = [new_draft("one"), new_draft("two")]
+        admitted = SimpleNamespace(draft_tokens=4, draft_model="", sampling=common_pb2.SamplingParams())
+        origin = SimpleNamespace(request_id="", traceparent="")
+        self.request: Any = SimpleNamespace(admitted=admitted, origin=origin, tokens=[1, 2, 3], room=500)
+        self.drafting = Drafting(self.request)
+        aux = self.drafting.begin(SimpleNamespace(choose_draft=self._choose, info=None))  # type: ignore[arg-type]
+        assert aux is not None and aux.draft_instance_id == "one"
+
+    def _choose(self, *_: object, **__: object) -> Any:
+        return next((draft for draft in self.drafts if draft.serving), None)
+
+    def step(self, chain: list[int]) -> tuple[str | None, target_pb2.TargetCommand.GrantRounds | None]:
+        """Whose rows are asked for from now on, where that changes, and what is granted beside the chain."""
+        aux = self.drafting.aux_change()
+        return aux.draft_instance_id if aux is not None else None, self.drafting.grant(Chain(chain), aux)
+
+
+def test_a_grant_is_for_a_draft_that_has_answered() -> None:
+    begun = Begun()
+    assert begun.step([]) == (None, None)
+    named, grant = begun.step([7])
+    assert named is None and grant is not None
+    assert (grant.draft_instance_id, grant.num_draft_tokens, grant.timeout_us) == ("one", 4, 1_000_000)
+    assert grant.link_id and grant.until_length == 3 + GRANT_TOKENS
+
+
+def test_none_is_for_a_draft_that_takes_over_from_the_one_that_answered() -> None:
+    begun = Begun()
+    begun.step([7])
+    begun.drafts[0].serving = False
+    assert begun.step([7]) == ("two", target_pb2.TargetCommand.GrantRounds()), "the first one's is revoked"
+    named, grant = begun.step([7])
+    assert named is None and grant is not None and grant.draft_instance_id == "two"
+
+
+def test_none_is_left_where_no_draft_is() -> None:
+    begun = Begun()
+    begun.step([7])
+    begun.drafts[0].serving = begun.drafts[1].serving = False
+    assert begun.step([7]) == ("", target_pb2.TargetCommand.GrantRounds())
+
+
+@pytest.mark.parametrize("seconds, microseconds", [(0.001, 1000), (4294.0, 4_294_000_000), (1e9, 2**32 - 1)])
+def test_any_time_out_fits_a_grant(seconds: float, microseconds: int) -> None:
+    draft = new_draft("one", timeout=seconds)
+    sequence = draft.session.open(draft_pb2.DraftCommand.OpenDraft(link_id=5))
+    grant = PairGrant().next(draft, sequence, 3, 4, 100)
+    assert grant is not None and grant.timeout_us == microseconds and grant.until_length == 3 + GRANT_TOKENS
