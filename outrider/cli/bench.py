@@ -147,9 +147,12 @@ async def _synthetic(
     json_file: Path | None,
     picture: Path | None,
 ) -> None:
-    result = await synthetic_bench.run(options, acceptance, requests, streams, chains)
+    def write(found: synthetic_bench.SyntheticBench) -> None:
+        _write(json_file, report.machine() | found.as_json())
+
+    load = synthetic_bench.Load(requests, streams, chains)
+    result = await synthetic_bench.run(options, acceptance, [load], write)
     print(report.synthetic_table(result))
-    _write(json_file, report.machine() | result.as_json())
     if picture is not None:
         picture.write_text(synthetic_bench.picture(result))
 

@@ -6,7 +6,7 @@ acceptance at a position is the share of the draft tokens verified there that we
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -84,6 +84,19 @@ def decode_speed(generations: Iterable[Generation]) -> float:
     finished = list(generations)
     seconds = sum(generation.decode_seconds for generation in finished)
     return sum(generation.decode_tokens for generation in finished) / seconds if seconds else 0.0
+
+
+def steady_speed(generations: Sequence[Generation]) -> float:
+    """Tokens per second of all streams together, from the last one's first token until the first one's last.
+
+    Of streams that were sent at once: prompts and streams that have ended are not in it. 0 where there is no such time.
+    """
+    if not generations or not all(generation.arrivals for generation in generations):
+        return 0.0
+    begin = max(generation.arrivals[0][0] for generation in generations)
+    end = min(generation.arrivals[-1][0] for generation in generations)
+    tokens = sum(count for generation in generations for when, count in generation.arrivals if begin < when <= end)
+    return tokens / (end - begin) if end > begin else 0.0
 
 
 def percentile(values: Iterable[float], share: float) -> float:

@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from outrider.cli import client, load, speed
+from outrider.cli import client, speed
 from outrider.cli.floor import StepBytes, draft_round, target_step
-from outrider.cli.load import Measurement
+from outrider.cli.load import Measurement, measure, with_chain
 from outrider.cli.processes import Pair, PairOptions, ServiceProcess, Synthetic
 from outrider.cli.roofline import Point, roofline
-from outrider.cli.statistics import decode_speed, percentile
+from outrider.cli.statistics import decode_speed, percentile, steady_speed
 from outrider.synthetic_models import SyntheticModel, synthetic_model
 from outrider.v1 import gateway_pb2, gateway_pb2_grpc
 
-_WARM_UP_TOKENS = 32
 _ANY = ("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0")
 ACCEPTANCE_FLAG = "--synthetic-acceptance"
 GATEWAY, PAIR = "gateway", "pair"
 
 
 @dataclass(frozen=True)
-class Row:
-    """One K. Bytes are those of a step, or of the draft's whole round; times are seconds, means of a round's stages.
+class Load:
+    """Requests that are sent at each K of `chains`, `streams` at a time, after as many short ones."""
 
+    requests: Sequence[gateway_pb2.GenerateRequest]
+    streams: int
+    chains: Sequence[int]
+    warm_up_tokens: int = 32
+
+
+@dataclass(frozen=True)
+class Row:
+    """One load at one K.
+
+    Bytes are those of a step, or of the draft's whole round; times are seconds, means of a round's stages.
     `driver`: who runs the rounds, GATEWAY or PAIR.
     """
 
@@ -78,6 +88,17 @@ class Row:
             **self.measurement.as_json(),
             "streams": self.streams,
             "context": self.context,
+            "each": [
+                {
+                    "prompt_tokens": len(g.prompt_token_ids),
+                    "tokens": len(g.token_ids),
+                    "messages": len(g.arrivals),
+                    "time_to_first_token": g.time_to_first_token,
+                    "decode_seconds": g.decode_seconds,
+                }
+                for g in self.measurement.generations
+            ],
+            "round": self.round,
             "bytes": {"target": asdict(self.target_bytes), "draft": self.draft_bytes},
             "floor": floors,
             "stages": self.stages,
@@ -88,6 +109,7 @@ class Row:
             "outside": self.outside,
             "outside_share": self.outside_share,
             "decode_tokens_per_second": self.decode_speed,
+            "steady_tokens_per_second": steady_speed(self.measurement.generations),
             "output_tokens_per_second": self.measurement.tokens_per_second,
         }
 
@@ -136,11 +158,10 @@ def picture(bench: SyntheticBench) -> str:
 async def run(
     options: PairOptions,
     acceptance: float,
-    requests: Sequence[gateway_pb2.GenerateRequest],
-    streams: int,
-    chains: Sequence[int],
+    loads: Sequence[Load],
+    report: Callable[[SyntheticBench], None] = lambda result: None,
 ) -> SyntheticBench:
-    """Measures the bandwidth, then the pair at each K of `chains` with `streams` requests at once.
+    """Measures the bandwidth, then each load on one pair, at each K, and reports what there is after every one.
 
     Rounds with a chain are driven by a gateway, then by the pair. Raises ServiceFailed where a service ends by itself.
     """
@@ -152,21 +173,22 @@ async def run(
     options.gateway_flags = ["--allow-synthetic", "--no-pair-rounds", *options.gateway_flags]
     async with Pair(options) as pair:
         await pair.start_gateway(PAIR, *_ANY, "--pair-rounds")
-        for chain in chains:
-            for driver in (GATEWAY, PAIR) if chain else (GATEWAY,):
-                measurement, stages = await _measure(pair[driver], requests, streams, chain, about)
-                result.rows.append(_row(driver, model, measurement, stages, min(streams, len(requests)), chain))
+        for load in loads:
+            for chain in load.chains:
+                for driver in (GATEWAY, PAIR) if chain else (GATEWAY,):
+                    measurement, stages = await _measure(pair[driver], load, chain, about)
+                    result.rows.append(_row(driver, model, measurement, stages, load, chain))
+                    report(result)
     return result
 
 
-async def _measure(
-    gateway: ServiceProcess, requests: Sequence[gateway_pb2.GenerateRequest], streams: int, chain: int, about: str
-) -> tuple[Measurement, dict[str, float]]:
+async def _measure(gateway: ServiceProcess, load: Load, chain: int, about: str) -> tuple[Measurement, dict[str, float]]:
     """One load through one gateway, and the stages of its rounds."""
     async with client.connect(gateway.address) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
-        await _warm_up(stub, requests[:streams], chain)
-        measuring = load.measure(stub, requests, streams, chain, f"{about}rounds by the {gateway.name}, ")
+        await _warm_up(stub, load, chain)
+        label = f"{about}rounds by the {gateway.name}, "
+        measuring = measure(stub, load.requests, load.streams, chain, label)
         return await speed.with_stages(measuring, gateway.metrics)
 
 
@@ -176,19 +198,18 @@ def _device(target_flags: Sequence[str]) -> list[str]:
     return [value for value in named if value != "auto"]
 
 
-async def _warm_up(
-    stub: gateway_pb2_grpc.GatewayServiceStub, requests: Sequence[gateway_pb2.GenerateRequest], chain: int
-) -> None:
+async def _warm_up(stub: gateway_pb2_grpc.GatewayServiceStub, load: Load, chain: int) -> None:
     """As many requests at once as will be measured, so that shapes of that many rows have been met."""
-    short = [load.with_chain(request, chain) for request in requests]
+    short = [with_chain(request, chain) for request in load.requests[: load.streams]]
     for request in short:
-        request.max_new_tokens = min(_WARM_UP_TOKENS, request.max_new_tokens)
+        request.max_new_tokens = min(load.warm_up_tokens, request.max_new_tokens)
     await asyncio.gather(*(client.generate(stub, request) for request in short))
 
 
 def _row(
-    driver: str, model: SyntheticModel, measurement: Measurement, stages: dict[str, float], streams: int, chain: int
+    driver: str, model: SyntheticModel, measurement: Measurement, stages: dict[str, float], load: Load, chain: int
 ) -> Row:
+    streams = min(load.streams, len(load.requests))
     halfway = [len(g.prompt_token_ids) + len(g.token_ids) // 2 for g in measurement.generations]
     context = sum(halfway) // len(halfway)
     return Row(

@@ -12,7 +12,7 @@ from outrider.cli.generate import mark_drafts
 from outrider.cli.load import questions, random_prompts
 from outrider.cli.options import GenerationOptions
 from outrider.cli.processes import ServiceFailed
-from outrider.cli.statistics import Acceptance, describe, percentile
+from outrider.cli.statistics import Acceptance, describe, percentile, steady_speed
 from outrider.v1 import gateway_pb2
 
 
@@ -78,6 +78,14 @@ def test_statistics_say_speed_acceptance_and_positions() -> None:
     assert "first after 1000 ms, 2.0 tok/s after it" in first
     assert second == "acceptance length 2.00 over 4 rounds; accepted 4 of 7 draft tokens (57%)"
     assert third == "accepted by position: 1: 75%  2: 33%"
+
+
+def test_the_steady_speed_is_that_of_all_streams_together() -> None:
+    early = Generation(sent=0.0, arrivals=[(1.0, 1), (2.0, 3), (4.0, 3), (6.0, 3)])
+    late = Generation(sent=0.0, arrivals=[(3.0, 1), (5.0, 4), (7.0, 4)])
+    assert steady_speed([early, late]) == (3 + 3 + 4) / (6 - 3)
+    assert steady_speed([early, Generation(sent=0.0, arrivals=[(6.0, 1), (9.0, 5)])]) == 0.0
+    assert steady_speed([early, Generation(sent=0.0)]) == steady_speed([]) == 0.0
 
 
 def test_percentiles_are_values_that_occurred() -> None:
