@@ -70,5 +70,5 @@ def _summary(name: str, kernel: Any) -> str:
     product = next((kind for kind in ("wgmma", "mma.sync") if kind in ptx), "no matrices")
     return (
         f"{name}: {registers} registers, {stack} bytes of stack, {kernel.metadata.shared} of shared memory, {product}, "
-        f"{ptx.count('cp.async.c')} asynchronous loads"
+        f"{ptx.count('cp.async.c')} asynchronous loads" + ", set up early" * ("griddepcontrol.wait" in ptx)
     )

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from kernels.kv_cache import PAGE_SIZE, LayerCache
 from kernels.triton_forms.attention_tile import LOG2_E, add_sink, load_page, take_block_in
+from kernels.triton_forms.overlap import LAUNCH, after_previous
 
 PAGES_PER_SPLIT = 8
 TILE = 16  # rows of a tile's matrices: the least that the matrix units take
@@ -73,6 +74,7 @@ def split_attention(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=WARPS,
         num_stages=STAGES,
+        **LAUNCH,
     )
     _merge_splits[(rows, heads)](
         parts,
@@ -87,6 +89,7 @@ def split_attention(
         SPAN=PAGE_SIZE * PAGES_PER_SPLIT,
         MERGED=_MERGED,
         num_warps=1,
+        **LAUNCH,
     )
     return out
 
@@ -117,6 +120,7 @@ def _attend_split(
     LOOKBACK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    after_previous()
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence = tl.load(sequences + row)
     # Every (TILE / GROUP_BLOCK)-th row of its sequence leads a tile; the others have nothing to do.
@@ -176,6 +180,7 @@ def _merge_splits(
     SPAN: tl.constexpr,
     MERGED: tl.constexpr,
 ):
+    after_previous()
     row, head = tl.program_id(0), tl.program_id(1)
     vector = row.to(tl.int64) * HEADS + head
     dims, one = tl.arange(0, BLOCK), tl.arange(0, 1)

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from kernels.kv_cache import PAGE_SIZE, LayerCache
 from kernels.triton_forms.attention_tile import LOG2_E, add_sink, take_block_in
+from kernels.triton_forms.overlap import LAUNCH, after_previous
 
 MOST_KEYS = 128  # of a block
 WARPS = 4
@@ -56,6 +57,7 @@ def window_attention(
             KEYS=min(MOST_KEYS, max(16, triton.next_power_of_2(window))),
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             num_warps=WARPS,
+            **LAUNCH,
         )
     return out
 
@@ -83,6 +85,7 @@ def _attend_window(
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    after_previous()
     row, kv_head = tl.program_id(0), tl.program_id(1)
     sequence = tl.load(sequences + row).to(tl.int64)
     last = tl.load(positions + row)

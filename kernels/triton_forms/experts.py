@@ -19,6 +19,7 @@ import triton.language as tl
 
 from kernels.mxfp4 import BLOCK
 from kernels.triton_forms.mxfp4 import PackedExperts, unpack
+from kernels.triton_forms.overlap import LAUNCH, after_previous
 
 FEW_ROWS = 16
 MOST_ROWS_OF_SMALL_TILES = 256
@@ -130,6 +131,7 @@ def _launch(
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=WARPS if small else LARGE_WARPS,
         num_stages=STAGES if small else LARGE_STAGES,
+        **LAUNCH,
     )
 
 
@@ -193,6 +195,7 @@ def _experts(
     BF16: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    after_previous()
     tile = tl.program_id(1)
     if order is None:
         expert, pairs, inside, exists = _rows_of_first_pair(ids, tile, rows, TOP_K, TILE_ROWS)

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton_forms.overlap import LAUNCH, after_previous
 from kernels.triton_forms.parts import sum_parts_of_row
 
 _BLOCK = 512
@@ -18,12 +19,13 @@ def swiglu(parts: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -
     out = torch.empty(rows, width // 2, dtype=dtype, device=parts.device)
     if rows:
         grid = (rows, triton.cdiv(width // 2, _BLOCK))
-        _swiglu[grid](parts, bias, out, rows, width // 2, NUM_PARTS=num_parts, BLOCK=_BLOCK)
+        _swiglu[grid](parts, bias, out, rows, width // 2, NUM_PARTS=num_parts, BLOCK=_BLOCK, **LAUNCH)
     return out
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _swiglu(parts, bias, out, rows, width, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    after_previous()
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from kernels.triton_forms.overlap import LAUNCH, after_previous
 from kernels.triton_forms.parts import sum_parts
 
 MOST_ROWS = 64
@@ -82,6 +83,7 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dt
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
             num_warps=WARPS,
             num_stages=STAGES,
+            **LAUNCH,
         )
     return out
 
@@ -101,6 +103,7 @@ def _linear(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    after_previous()
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton_forms.overlap import LAUNCH, after_previous
+
 _BLOCK = 1024
 
 
@@ -16,7 +18,7 @@ def sum_parts(parts: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
     out = torch.empty(rows, width, dtype=dtype, device=parts.device)
     if rows:
         grid = (rows, triton.cdiv(width, _BLOCK))
-        _sum_parts[grid](parts, bias, out, rows, width, NUM_PARTS=num_parts, BLOCK=_BLOCK)
+        _sum_parts[grid](parts, bias, out, rows, width, NUM_PARTS=num_parts, BLOCK=_BLOCK, **LAUNCH)
     return out
 
 
@@ -34,6 +36,7 @@ def sum_parts_of_row(parts, bias, row, rows, width, columns, inside, NUM_PARTS: 
 
 @triton.jit(do_not_specialize=["rows"])
 def _sum_parts(parts, bias, out, rows, width, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    after_previous()
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton_forms.overlap import LAUNCH, after_previous
 from kernels.triton_forms.parts import sum_parts_of_row
 
 
@@ -54,6 +55,7 @@ def _launch(
             NUM_PARTS=num_parts,
             BLOCK=triton.next_power_of_2(width),
             num_warps=8 if width > 1024 else 4,
+            **LAUNCH,
         )
     return out
 
@@ -62,6 +64,7 @@ def _launch(
 def _add_rms_norm(
     parts, bias, residual, weight, total, out, eps, rows, width, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):
+    after_previous()
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < width

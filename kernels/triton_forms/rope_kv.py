@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels.kv_cache import PAGE_SIZE, LayerCache
+from kernels.triton_forms.overlap import LAUNCH, after_previous
 from kernels.triton_forms.parts import sum_parts_of_row
 
 
@@ -64,6 +65,7 @@ def rope_and_write(
             NUM_PARTS=num_parts,
             BLOCK=triton.next_power_of_2(width // 2),
             num_warps=1,
+            **LAUNCH,
         )
     return q
 
@@ -92,6 +94,7 @@ def _rope_and_write(
     NUM_PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    after_previous()
     row, head = tl.program_id(0), tl.program_id(1)
     width = (NUM_HEADS + 2 * NUM_KV_HEADS) * 2 * HALF
     pair = tl.arange(0, BLOCK)

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton_forms.overlap import LAUNCH, after_previous
 from kernels.triton_forms.parts import sum_parts_of_row
 
 
@@ -35,6 +36,7 @@ def choose_experts(
             NORMALIZE=normalize,
             BLOCK=triton.next_power_of_2(experts),
             num_warps=1,
+            **LAUNCH,
         )
     return ids, shares
 
@@ -53,6 +55,7 @@ def _choose_experts(
     NORMALIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    after_previous()
     row = tl.program_id(0)
     expert, rank = tl.arange(0, BLOCK), tl.arange(0, TOP_K_BLOCK)
     logits = sum_parts_of_row(parts, bias, row, rows, experts, expert, expert < experts, NUM_PARTS)
