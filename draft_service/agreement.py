@@ -18,6 +18,7 @@ from draft_service.model import DraftModel
 from draft_service.passages import Passage
 from kernels.attention_block import Rows
 from kernels.kv_cache import PAGE_SIZE
+from outrider.devices import use_device
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ def measure(model: DraftModel, passages: Sequence[Passage], steps: int, seconds:
     walks = [walk for passage in passages if (walk := _Walk(passage, steps)).count > 0]
     right, said, true = [torch.empty(0, steps, dtype=torch.bool)], [], []
     if walks:
+        use_device(model.device)
         pages = _Pages(model, walks)
         for number, walk in enumerate(walks):
             pages.take_prompt_in(number, walk)

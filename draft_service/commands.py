@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -45,7 +46,14 @@ class Replace:
     metrics: DraftMetrics
 
 
-Command: TypeAlias = Open | Extend | Close | Ask | Replace
+@dataclass(frozen=True, slots=True)
+class Barrier:
+    """Calls `passed`, in the engine's thread, once all that came before it is done, on the device too."""
+
+    passed: Callable[[], None]
+
+
+Command: TypeAlias = Open | Extend | Close | Ask | Replace | Barrier
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,12 @@ import itertools
 import time
 from collections.abc import Callable
 
-from draft_service.commands import Answer, Ask, Close, Command, Open
+from draft_service.commands import Answer, Ask, Barrier, Close, Command, Open
 from draft_service.metrics import DraftMetrics
 from draft_service.pair_link import PairLink
 from draft_service.proposer import Chain, Proposer, Turn
 from draft_service.sequence import DraftSequence, Extend, take_rows
+from kernels.transfer import wait
 from outrider.errors import Cancelled
 
 # A step waits for sequences whose rows are on their way, at most this share of the last step's time.
@@ -53,6 +54,9 @@ class DraftEngine:
                 self._open(command.sequence)
             elif isinstance(command, Close):
                 self._close(command.sequence)
+            elif isinstance(command, Barrier):
+                wait(self._proposer.model.device)
+                command.passed()
             else:
                 self._proposer = command.proposer
                 self._last_step = 0.0

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from draft_service.borrowed_tensors import BorrowedTensors
 from draft_service.cache import DraftCache
 from draft_service.faults import Faults
 from draft_service.inspection import FittedDraft, InspectedDraft, fit, inspect_checkpoint
@@ -25,6 +26,8 @@ from draft_service.tokenizers import check_tokenizer, own_vocabulary_sha256
 from draft_service.weights import load_weights, serving_dtype
 from kernels.graphs import Graphs
 from outrider.checkpoint import Checkpoint
+from outrider.cuda_memory import CudaDevice
+from outrider.devices import use_device
 from outrider.tokenizer_files import fetch_tokenizer
 from outrider.v1 import target_pb2, target_pb2_grpc
 
@@ -48,24 +51,40 @@ class LoadedDraft:
     fitted: FittedDraft
     proposer: Proposer
     target: target_pb2.GetTargetInfoResponse
+    borrowed: BorrowedTensors | None = None
 
     def serves(self, target: target_pb2.GetTargetInfoResponse) -> bool:
         """Whether it can serve this target as it is."""
+        borrowed = self.borrowed
+        if borrowed is not None and (borrowed.given_back or borrowed.target_instance_id != target.instance_id):
+            return False
         names = (
             *("weights_fingerprint", "tokenizer_sha256", "hidden_size", "vocab_size"),
             *("num_layers", "max_sequence_length"),
         )
         return all(getattr(self.target, name) == getattr(target, name) for name in names)
 
+    def equals(self, other: LoadedDraft) -> bool:
+        """Whether they propose the same: the same files beside the same weights."""
+        return self.draft is other.draft and all(
+            getattr(self.target, name) == getattr(other.target, name) for name in ("model", "weights_fingerprint")
+        )
+
 
 class Loader:
     """Loads what `--model` leads to. Event loop only; long work is done in threads."""
 
-    def __init__(self, settings: Settings, stub: target_pb2_grpc.TargetServiceStub) -> None:
+    def __init__(
+        self, settings: Settings, stub: target_pb2_grpc.TargetServiceStub, device: CudaDevice | None = None
+    ) -> None:
+        """`device`: where the draft computes, None for a CPU."""
         self._settings = settings
         self._stub = stub
+        self._device = device
         self._shared: SharedTensors | None = None  # kept over attempts that broke off
-        self._one_at_a_time = asyncio.Lock()  # a reload, and a target that comes back meanwhile
+        self._borrowed: dict[str, BorrowedTensors] = {}  # by the target's instance
+        self.one_at_a_time = asyncio.Lock()
+        """Held by who loads or tries one: a reload, and a target that comes back meanwhile."""
 
     async def inspect(self) -> NamedDraft:
         """Reads the headers. Links are followed now: a link that is changed later changes nothing that was read.
@@ -85,25 +104,45 @@ class Loader:
         tokenizer = await fetch_tokenizer(self._stub) if target.tokenizer_sha256 and draft.vocabulary_sha256 else {}
         compared = check_tokenizer(inspected, facts, tokenizer.get(TOKENIZER, b""), faults)
         faults.raise_if_any()
-        async with self._one_at_a_time:
-            shared = await self._fetch_shared(fitted, target)
+        async with self.one_at_a_time:
+            borrowed = self._lender(target.instance_id)
+            shared = await self._fetch_shared(fitted, target, borrowed)
             proposer = await asyncio.to_thread(
                 build_proposer, self._settings, fitted, shared, target.max_sequence_length
             )
             self._shared = None
         summary = {**fitted.summary(), "tokenizer": compared}
         log.info("%s", "; ".join(f"{name}: {value}" for name, value in summary.items()))
-        return LoadedDraft(draft, fitted, proposer, target)
+        return LoadedDraft(draft, fitted, proposer, target, borrowed if borrowed and borrowed.any_open else None)
+
+    async def give_back(self) -> None:
+        """Closes what was borrowed of a target, once no draft is loaded or tried. No engine may read it any more."""
+        if not self._borrowed:
+            return
+        async with self.one_at_a_time:
+            for borrowed in self._borrowed.values():
+                borrowed.give_back()
+            self._borrowed.clear()
+
+    def _lender(self, target_instance_id: str) -> BorrowedTensors | None:
+        """What this target process lends to all drafts that are loaded beside it; None on a CPU."""
+        if self._device is None:
+            return None
+        return self._borrowed.setdefault(target_instance_id, BorrowedTensors(target_instance_id, self._device))
 
     async def _fetch_shared(
-        self, fitted: FittedDraft, target: target_pb2.GetTargetInfoResponse
+        self, fitted: FittedDraft, target: target_pb2.GetTargetInfoResponse, borrowed: BorrowedTensors | None
     ) -> dict[str, torch.Tensor]:
-        """The tensors that come from the target."""
+        """The tensors that come from the target, borrowed where that can be."""
         if self._shared is None or self._shared.fingerprint != target.weights_fingerprint:
             self._shared = SharedTensors(target.weights_fingerprint)
-        return {
-            name: await self._shared.fetch(self._stub, name, target.hidden_size) for name in fitted.sharing.from_target
-        }
+        tensors = {}
+        for name in fitted.sharing.from_target:
+            tensor = await borrowed.fetch(self._stub, name, target.hidden_size) if borrowed is not None else None
+            if tensor is None:
+                tensor = await self._shared.fetch(self._stub, name, target.hidden_size)
+            tensors[name] = tensor
+        return tensors
 
 
 def _inspect(settings: Settings) -> NamedDraft:
@@ -128,6 +167,7 @@ def build_proposer(
     """Loads the weights and allocates the cache."""
     limits = size_limits(settings, target_max_sequence_length)
     device = settings.torch_device
+    use_device(device)
     weights = load_weights(fitted, shared, serving_dtype(fitted, settings.dtype), device)
     model = DraftModel(fitted.draft.description, weights, limits.max_positions, settings.draft_window or None)
     cache = DraftCache(model.new_kv_cache(size_cache(settings, model, limits)), limits.max_positions, device)

@@ -10,8 +10,7 @@ from draft_service.proposer import Chain, Turn
 from draft_service.self_test import Verdict
 from draft_service.sequence import Extend
 from outrider.metrics import Series
-
-TRANSPORTS = ("inline", "shared_memory")
+from outrider.shared_buffers import TRANSPORT_NAMES
 
 
 class DraftMetrics:
@@ -38,12 +37,12 @@ class DraftMetrics:
         )
         self.step_seconds = series.histogram("draft_step_seconds", "Time of a step")
         self.state_bytes = series.counters(
-            "hidden_state_bytes", "Hidden states read, by transport", "transport", TRANSPORTS
+            "hidden_state_bytes", "Hidden states read, by transport", "transport", TRANSPORT_NAMES.values()
         )
 
     def count_states(self, extend: Extend) -> None:
         """Hidden states that arrived."""
-        self.state_bytes["inline" if extend.on_read is None else "shared_memory"].inc(extend.states.nbytes)
+        self.state_bytes[TRANSPORT_NAMES[extend.transport]].inc(extend.states.nbytes)
 
     def remove(self) -> None:
         """Takes the series away: another draft serves here now."""

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from draft_service.choice import ProposalSampling
+from outrider.v1 import common_pb2
 
 if TYPE_CHECKING:
     from draft_service.pair_link import PairLink
@@ -59,6 +60,8 @@ class Extend:
     on_read: Callable[[], None] | None = None
     # Where the target itself asks: the answer goes there.
     link: PairLink | None = None
+    # How the states came.
+    transport: common_pb2.Transport = common_pb2.TRANSPORT_INLINE
 
     @property
     def proposal_position(self) -> int:

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import logging
 import uuid
+from functools import partial
 
 import grpc
 
-from draft_service.commands import Answer, Command, Replace
+from draft_service.commands import Answer, Barrier, Command, Replace
 from draft_service.engine import DraftEngine
 from draft_service.loading import LoadedDraft, Loader, NamedDraft
 from draft_service.metrics import DraftMetrics
@@ -20,13 +21,16 @@ from draft_service.service import DraftServicer
 from draft_service.settings import Settings
 from draft_service.target_link import Attachment, TargetLink
 from draft_service.validation import CommandRules
+from outrider import cuda_memory
+from outrider.devices import use_device
 from outrider.engine_thread import EngineThread
 from outrider.errors import FailedPrecondition, Unavailable, one_line
 from outrider.metrics import reload_gauge
 from outrider.pair_socket import FEATURE
 from outrider.security import DraftSecurity
 from outrider.server import ServiceFrame
-from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2
+from outrider.shared_buffers import INLINE
+from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +63,11 @@ class DraftServer:
 
     async def run(self, grace: float) -> None:
         """Serves until SIGTERM or SIGINT. Raises ValueError or FailedPrecondition where draft and target do not fit."""
-        self._link = TargetLink(self._settings.target, self._security.towards_target())
-        self._loader = Loader(self._settings, self._link.stub)
+        self._device = cuda_memory.sharing_device(self._settings.torch_device)
+        self._link = TargetLink(self._settings.target, self._security.towards_target(), self._device)
+        self._loader = Loader(self._settings, self._link.stub, self._device)
         draft = await self._loader.inspect()
-        self._reload = Reload(self._loader, self._link, self._judge, reload_gauge(self._frame.registry))
+        self._reload = Reload(self._loader, self._link, self._judge_candidate, reload_gauge(self._frame.registry))
         self._frame.on_hangup = self._reload.hang_up
         self._frame.debug_table = lambda: f"{self._servicer.debug_table()}\n{self._link.num_unread} slices not released"
         await self._frame.start(
@@ -90,23 +95,22 @@ class DraftServer:
         reloading: asyncio.Task[None] | None = None
         try:
             while True:
-                info = await self._link.info()
+                info, left = await self._link.info(), False
                 try:
                     draft = await self._fit_target(draft, info)
                     reloading = reloading or asyncio.create_task(self._reload.run())
                     async with self._link.attach(self._instance_id) as attachment:
-                        if attachment.target_instance_id == info.instance_id:
-                            await self._test(info)
-                            await self._serve(attachment)
-                    await asyncio.sleep(_RETRY_SECONDS)
+                        left = await self._work(attachment, info)
                 except (grpc.aio.AioRpcError, ConnectionError) as error:
                     log.warning("the target at %s: %s; trying again", self._link.address, one_line(error))
-                    await asyncio.sleep(_RETRY_SECONDS)
                 except (ValueError, FailedPrecondition) as error:
                     if self._thread is None:
                         raise
                     log.error("%s; waiting for a target that fits", error)
                     await asyncio.sleep(_MISFIT_RETRY_SECONDS)
+                if not left:  # the target may be gone
+                    await self._loader.give_back()
+                await asyncio.sleep(_RETRY_SECONDS)
         finally:
             if reloading is not None:
                 reloading.cancel()
@@ -116,34 +120,64 @@ class DraftServer:
         candidate = self._reload.take()
         draft = candidate.loaded.draft if candidate is not None else draft
         if candidate is None and self._loaded is not None and self._loaded.serves(info):
+            self._open_sessions()
             return draft
         if candidate is None or not candidate.loaded.serves(info):
+            await self._loader.give_back()
             candidate = Candidate(await self._loader.load(draft, info))
         await self._servicer.end_sessions(Unavailable("the draft loads anew"))
         self._install(candidate, info)
+        self._open_sessions()
         return draft
 
     def _install(self, candidate: Candidate, info: target_pb2.GetTargetInfoResponse) -> None:
         """Puts new weights to work."""
-        loaded = self._loaded = candidate.loaded
+        before, loaded = self._loaded, candidate.loaded
+        self._loaded = loaded
         if self._metrics is None or self._metrics.labels != (info.model, loaded.draft.name):
             if self._metrics is not None:
                 self._metrics.remove()
             self._metrics = DraftMetrics(self._frame.registry, info.model, loaded.draft.name)
-        self._tested, self._misfit = False, False
+        if before is None or not loaded.equals(before):
+            self._tested, self._misfit = False, False
         if candidate.verdict is not None:
             self._take_verdict(candidate.verdict)
             self._tested = True  # also where it said too little: what serves is not kept waiting for another
         if self._thread is None:
-            self._thread = EngineThread(DraftEngine(loaded.proposer, self._deliver, self._metrics), "draft-engine")
+            engine = DraftEngine(loaded.proposer, self._deliver, self._metrics)
+            self._thread = EngineThread(engine, "draft-engine", partial(use_device, self._settings.torch_device))
             self._thread.start(asyncio.get_running_loop())
         else:
             self._instance_id = uuid.uuid4().hex
             self._submit([Replace(loaded.proposer, self._metrics)])
+
+    def _open_sessions(self) -> None:
+        """Takes commands for the weights that are at work."""
+        loaded = self._loaded
+        assert loaded is not None and self._metrics is not None
         description = loaded.fitted.draft.description
         rules = CommandRules(description.vocab_size, description.input_width, loaded.proposer.chooser, self._link)
         self._rules = rules
         self._servicer.serve(rules, lambda: self._info(loaded), self._metrics)
+
+    async def _work(self, attachment: Attachment, info: target_pb2.GetTargetInfoResponse) -> bool:
+        """Tries the weights where they have not been, and serves. Whether the draft left by itself in the end."""
+        try:
+            if attachment.target_instance_id != info.instance_id:
+                return False
+            await self._test(info)
+            return await self._serve(attachment)
+        finally:
+            await self._let_go()
+
+    async def _let_go(self) -> None:
+        """On a device: returns once nothing here reads the target's memory any more. Then it may be closed."""
+        if self._device is None or self._thread is None:
+            return
+        await self._servicer.end_sessions(Unavailable("the draft is not attached to its target"))
+        passed, deliver = asyncio.Event(), self._thread.deliver
+        self._submit([Barrier(lambda: deliver(passed.set))])
+        await passed.wait()
 
     async def _test(self, info: target_pb2.GetTargetInfoResponse) -> None:
         """Tries new weights on text that the target writes. They are innocent until found guilty."""
@@ -159,13 +193,18 @@ class DraftServer:
         log.log(logging.ERROR if verdict.fits is False else logging.INFO, "self-test: %s", verdict.text)
         return verdict
 
+    async def _judge_candidate(self, loaded: LoadedDraft, info: target_pb2.GetTargetInfoResponse) -> Verdict | None:
+        """The same beside weights that serve: what both borrow is not given back meanwhile."""
+        async with self._loader.one_at_a_time:
+            return await self._judge(loaded, info)
+
     def _take_verdict(self, verdict: Verdict) -> None:
         assert self._metrics is not None
         self._metrics.self_test(verdict)
         self._tested, self._misfit = verdict.fits is not None, verdict.fits is False
 
-    async def _serve(self, attachment: Attachment) -> None:
-        """SERVING until the attachment ends or new weights are to take over.
+    async def _serve(self, attachment: Attachment) -> bool:
+        """SERVING until the attachment ends or new weights are to take over: whether it is these that ended it.
 
         A draft that was found not to fit is there, and never SERVING.
         """
@@ -183,8 +222,9 @@ class DraftServer:
             await asyncio.wait([ended, accepted], return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
                 log.warning("the attachment ended: %s", ended.result())
-            else:
-                await self._leave_sessions()
+                return False
+            await self._leave_sessions()
+            return True
         finally:
             for task in (ended, accepted):
                 task.cancel()
@@ -213,9 +253,9 @@ class DraftServer:
 
     def _info(self, loaded: LoadedDraft) -> draft_pb2.GetDraftInfoResponse:
         draft, attachment = loaded.fitted.draft.description, self._attachment
-        transports = [common_pb2.TRANSPORT_INLINE]
-        if attachment is not None and attachment.has_buffers:
-            transports.insert(0, common_pb2.TRANSPORT_SHARED_MEMORY)
+        transports = [attachment.transport] if attachment is not None else []
+        if INLINE not in transports:
+            transports.append(INLINE)
         limits = loaded.proposer.limits
         linked = attachment is not None and attachment.socket is not None
         return draft_pb2.GetDraftInfoResponse(

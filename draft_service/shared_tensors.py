@@ -16,7 +16,7 @@ from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-_NUMBERS = {
+NUMBERS = {
     EMBED: target_pb2.FetchSharedWeightsRequest.SHARED_TENSOR_EMBED_TOKENS,
     HEAD: target_pb2.FetchSharedWeightsRequest.SHARED_TENSOR_LM_HEAD,
 }
@@ -39,7 +39,7 @@ class SharedTensors:
         for _ in range(_ATTEMPTS):
             download = self._downloads.setdefault(name, _Download(name, columns))
             request = target_pb2.FetchSharedWeightsRequest(
-                tensor=_NUMBERS[name], transport=common_pb2.TRANSPORT_INLINE, offset=download.offset
+                tensor=NUMBERS[name], transport=common_pb2.TRANSPORT_INLINE, offset=download.offset
             )
             async for response in stub.FetchSharedWeights(request):
                 download.take(response)
@@ -54,6 +54,17 @@ class SharedTensors:
             if other is not download and other.sha256 == download.sha256 and other.shape == download.shape:
                 return other.tensor()
         return download.tensor()
+
+
+def checked_form(
+    name: str, response: target_pb2.FetchSharedWeightsResponse, columns: int
+) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of a tensor that is to have so many columns. Raises FailedPrecondition for another."""
+    shape, dtype = tuple(response.shape), DTYPES.get(response.dtype)
+    if dtype is None or not dtype.is_floating_point or len(shape) != 2 or shape[1] != columns:
+        found = f"{common_pb2.DataType.Name(response.dtype)} {list(shape)}"
+        raise FailedPrecondition(f"{name}: expected a float tensor of {columns} columns, found {found}")
+    return shape, dtype
 
 
 class _Download:
@@ -101,13 +112,7 @@ class _Download:
         return self._data.view(self._dtype).view(self.shape)
 
     def _begin(self, response: target_pb2.FetchSharedWeightsResponse) -> None:
-        shape, dtype = tuple(response.shape), DTYPES.get(response.dtype)
-        if dtype is None or not dtype.is_floating_point or len(shape) != 2 or shape[1] != self.columns:
-            raise FailedPrecondition(
-                f"{self.name}: expected a float tensor of {self.columns} columns, "
-                f"found {common_pb2.DataType.Name(response.dtype)} {list(shape)}"
-            )
-        self.shape, self._dtype = shape, dtype
-        size = math.prod(shape) * dtype.itemsize
+        self.shape, self._dtype = checked_form(self.name, response, self.columns)
+        size = math.prod(self.shape) * self._dtype.itemsize
         self._data = torch.empty(size, dtype=torch.uint8)
         self._progress = Progress(f"fetching {self.name}", size)

@@ -12,10 +12,11 @@ import grpc
 import torch
 
 from outrider.channels import connect, wait_serving
+from outrider.cuda_memory import CudaDevice, CudaError
 from outrider.errors import InvalidArgument, OutriderError
 from outrider.pair_socket import PairSocket
 from outrider.security import ClientSecurity
-from outrider.shared_memory import SharedSegment
+from outrider.shared_buffers import CUDA_IPC, INLINE, SHARED_MEMORY, TRANSPORT_NAMES, SharedBuffer, open_buffer
 from outrider.shared_slices import SliceReader
 from outrider.stream import Outbox
 from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
@@ -32,9 +33,15 @@ RELEASE_SECONDS = 0.05
 class TargetLink:
     """One target address. Event loop only, but for `resolve` and `release`."""
 
-    def __init__(self, address: str, security: ClientSecurity) -> None:
-        """Raises ValueError where a token would cross a network in the clear."""
+    def __init__(self, address: str, security: ClientSecurity, device: CudaDevice | None = None) -> None:
+        """`device`: where the draft computes, None for a CPU.
+
+        Raises ValueError where a token would cross a network in the clear.
+        """
         self.address = address
+        self.transport = INLINE
+        """How the newest attachment's buffers are shared."""
+        self._device = device
         self._channel = connect(address, security=security)
         self.stub = target_pb2_grpc.TargetServiceStub(self._channel)
         self._slices = SliceReader({})
@@ -65,40 +72,59 @@ class TargetLink:
 
     @asynccontextmanager
     async def attach(self, draft_instance_id: str) -> AsyncIterator[Attachment]:
-        """Attaches; inside, the buffers are open. Raises AioRpcError where the target refuses."""
-        call = self.stub.Attach()
+        """Attaches; inside, the buffers are open. Raises AioRpcError where the target refuses.
+
+        Whoever computes on a GPU has nothing read the buffers any more when it leaves.
+        """
+        call, answer, buffers = await self._open_best(draft_instance_id)
         released: Outbox[common_pb2.BufferSlice] = Outbox()
-        segments: dict[str, SharedSegment] = {}
         socket: PairSocket | None = None
         writer = asyncio.create_task(_write_releases(call, released))
         try:
-            hello = target_pb2.AttachRequest.AttachDraft(
-                draft_instance_id=draft_instance_id,
-                transports=[common_pb2.TRANSPORT_SHARED_MEMORY, common_pb2.TRANSPORT_INLINE],
-                pair_rounds=True,
-            )
-            await call.write(target_pb2.AttachRequest(draft=hello))
-            answer = await call.read()
-            if answer is grpc.aio.EOF:
-                raise ConnectionError("the target closed the attachment at once")
-            segments = _open_buffers(answer.buffers)
-            self._slices = SliceReader({buffer_id: segment.bytes for buffer_id, segment in segments.items()})
-            self._buffer_ids = frozenset(segments)
+            self._slices = SliceReader({buffer_id: buffer.bytes for buffer_id, buffer in buffers.items()})
+            self.transport = next((buffer.transport for buffer in buffers.values()), INLINE)
+            self._buffer_ids = frozenset(buffers)
             self._unread.clear()
-            if segments:
+            if buffers:
                 socket = _connect(answer.socket_name)
                 await call.write(target_pb2.AttachRequest(opened=target_pb2.AttachRequest.BuffersOpened()))
             self._released = released
-            yield Attachment(call, answer.target_instance_id, bool(segments), socket)
+            yield Attachment(call, answer.target_instance_id, self.transport, socket)
         finally:
             self._released, self._slices, self._buffer_ids = None, SliceReader({}), frozenset()
-            for segment in segments.values():
-                segment.close()
+            for buffer in buffers.values():
+                buffer.close()
             if socket is not None:
                 socket.shut_down()
             call.cancel()
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
+
+    async def _open_best(
+        self, draft_instance_id: str
+    ) -> tuple[grpc.aio.StreamStreamCall, target_pb2.AttachResponse, dict[str, SharedBuffer]]:
+        """Attaches by the best transport; once more, by the next best, where buffers cannot be opened here."""
+        transports = [CUDA_IPC] * (self._device is not None) + [SHARED_MEMORY, INLINE]
+        while True:
+            call = self.stub.Attach()
+            try:
+                hello = target_pb2.AttachRequest.AttachDraft(
+                    draft_instance_id=draft_instance_id, transports=transports, pair_rounds=True
+                )
+                await call.write(target_pb2.AttachRequest(draft=hello))
+                answer = await call.read()
+                if answer is grpc.aio.EOF:
+                    raise ConnectionError("the target closed the attachment at once")
+                handles = answer.buffers if len(transports) > 1 else []
+                return call, answer, _open_buffers(handles, self._device)
+            except (OutriderError, CudaError) as error:
+                call.cancel()
+                failed = answer.buffers[0].transport
+                transports = transports[transports.index(failed) + 1 :] if failed in transports[:-1] else [INLINE]
+                log.warning("hidden states come by %s: %s", TRANSPORT_NAMES[transports[0]], error)
+            except BaseException:
+                call.cancel()
+                raise
 
     def resolve(self, slice_: common_pb2.BufferSlice, size: int) -> torch.Tensor:
         """The memory, uint8 [size], of a slice of one of the target's buffers.
@@ -140,12 +166,13 @@ class Attachment:
         self,
         call: grpc.aio.StreamStreamCall,
         target_instance_id: str,
-        has_buffers: bool,
+        transport: common_pb2.Transport,
         socket: PairSocket | None = None,
     ) -> None:
         self._call = call
         self.target_instance_id = target_instance_id
-        self.has_buffers = has_buffers
+        self.transport = transport
+        """How its buffers are shared; INLINE for none."""
         self.socket = socket
         """For pair-local rounds, where the target offers them. Shut down at the end of the attachment."""
 
@@ -159,20 +186,17 @@ class Attachment:
             return f"{error.code().name} {error.details()}"
 
 
-def _open_buffers(handles: Iterable[target_pb2.BufferHandle]) -> dict[str, SharedSegment]:
-    """Maps all buffers; none at all, and the rows then come inline, where one cannot be mapped here."""
-    segments: dict[str, SharedSegment] = {}
+def _open_buffers(handles: Iterable[target_pb2.BufferHandle], device: CudaDevice | None) -> dict[str, SharedBuffer]:
+    """Opens all buffers, or none. Raises OutriderError or CudaError for the first that cannot be opened here."""
+    buffers: dict[str, SharedBuffer] = {}
     try:
         for handle in handles:
-            if handle.transport != common_pb2.TRANSPORT_SHARED_MEMORY or handle.offset:
-                raise InvalidArgument("buffers", f"expected a whole shared memory segment, found {handle}")
-            segments[handle.buffer_id] = SharedSegment.open(handle.handle.decode(errors="replace"), handle.size)
-    except OutriderError as error:
-        log.warning("hidden states come inline: %s", error)
-        for segment in segments.values():
-            segment.close()
-        return {}
-    return segments
+            buffers[handle.buffer_id] = open_buffer(handle, device)
+    except (OutriderError, CudaError):
+        for buffer in buffers.values():
+            buffer.close()
+        raise
+    return buffers
 
 
 def _connect(socket_name: str) -> PairSocket | None:

@@ -24,6 +24,9 @@ _LARGEST_POSITION = 2**32 - 1
 class SliceReader(Protocol):
     """Reads slices of the attached target's buffers."""
 
+    transport: common_pb2.Transport
+    """How they are shared."""
+
     def resolve(self, slice_: common_pb2.BufferSlice, size: int) -> torch.Tensor:
         """The slice's memory, uint8 [size]. Raises InvalidArgument for an unknown buffer or a range outside it."""
 
@@ -77,6 +80,7 @@ def read_extend(command: draft_pb2.DraftCommand.ExtendDraft, sequence: DraftSequ
             _checked_confidence(command),
             time.perf_counter(),
             on_read,
+            transport=rules.slices.transport if on_read else common_pb2.TRANSPORT_INLINE,
         )
     except InvalidArgument:
         if on_read is not None:

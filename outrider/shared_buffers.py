@@ -119,8 +119,16 @@ class OpenedDeviceBuffer:
     transport = CUDA_IPC
 
     def __init__(self, device: CudaDevice, handle: target_pb2.BufferHandle) -> None:
+        """Raises FailedPrecondition, InvalidArgument or CudaError for what cannot be opened from here."""
+        if not device.reaches(handle.device_uuid):
+            raise FailedPrecondition(
+                f"device memory: expected that of {device.uuid} or of a peer, found that of {handle.device_uuid}"
+            )
         self._device = device
-        self._address: int | None = device.open(handle.handle)
+        try:
+            self._address: int | None = device.open(handle.handle)
+        except ValueError as error:
+            raise InvalidArgument("buffers", str(error)) from None
         self.bytes = device.tensor(self._address + handle.offset, handle.size)
         self.is_local = handle.device_uuid == device.uuid
         """Whether it is the device's own memory, and not a peer's."""
@@ -150,11 +158,4 @@ def open_buffer(handle: target_pb2.BufferHandle, device: CudaDevice | None) -> H
         return HostBuffer(segment, device, read_only=True)
     if handle.transport != CUDA_IPC or device is None:
         raise InvalidArgument("buffers", f"expected memory that can be opened here, found {handle}")
-    if not device.reaches(handle.device_uuid):
-        raise FailedPrecondition(
-            f"device memory: expected that of {device.uuid} or of a peer, found that of {handle.device_uuid}"
-        )
-    try:
-        return OpenedDeviceBuffer(device, handle)
-    except ValueError as error:
-        raise InvalidArgument("buffers", str(error)) from None
+    return OpenedDeviceBuffer(device, handle)
