@@ -7,9 +7,11 @@ import asyncio
 import grpc
 import torch
 
-from outrider.channels import connect
+from outrider.channels import connect, is_serving, wait_serving
 from outrider.tensors import encode
 from outrider.v1 import draft_pb2, draft_pb2_grpc
+
+SERVICE = "outrider.v1.DraftService"
 
 
 class DraftClient:
@@ -68,3 +70,19 @@ def extend_draft(
 
 def close_draft(sequence_id: int) -> draft_pb2.DraftCommand:
     return draft_pb2.DraftCommand(sequence_id=sequence_id, close={})
+
+
+async def until_serving(service, wanted):
+    """Returns once the draft process serves, or does not."""
+    client = DraftClient(service.address)
+    try:
+        if wanted:
+            await wait_serving(client.channel, SERVICE, 15)
+            return
+        for _ in range(500):
+            if not await is_serving(client.channel, SERVICE):
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("still serving after 5 s")
+    finally:
+        await client.close()

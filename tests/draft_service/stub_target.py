@@ -13,9 +13,11 @@ from types import TracebackType
 import grpc
 import torch
 
+from outrider.cuda_memory import CudaDevice
 from outrider.errors import Unavailable, abort
 from outrider.pair_socket import PairListener, PairSocket
 from outrider.server import ServiceFrame
+from outrider.shared_buffers import DeviceBuffer
 from outrider.shared_memory import SharedSegment
 from outrider.shared_slices import SliceWriter
 from outrider.tensors import DTYPE_NUMBERS, tensor_bytes
@@ -35,10 +37,24 @@ def shared_tensors(directory):
     return full[EMBED], full["lm_head.weight"]
 
 
+def share(tensor: torch.Tensor, device: CudaDevice) -> DeviceBuffer:
+    """The tensor in memory of the device."""
+    buffer = DeviceBuffer(device, tensor.nbytes)
+    buffer.bytes.copy_(tensor.contiguous().view(torch.uint8).flatten())
+    return buffer
+
+
 class StubTarget(target_pb2_grpc.TargetServiceServicer):
     """GetTargetInfo, FetchSharedWeights and Attach over given tensors. Faults are switched on by its attributes."""
 
-    def __init__(self, embed: torch.Tensor, head: torch.Tensor, num_layers: int = 4, shared_memory: int = 0) -> None:
+    def __init__(
+        self,
+        embed: torch.Tensor,
+        head: torch.Tensor,
+        num_layers: int = 4,
+        shared_memory: int = 0,
+        device: CudaDevice | None = None,
+    ) -> None:
         self.tensors = {Shared.SHARED_TENSOR_EMBED_TOKENS: embed, Shared.SHARED_TENSOR_LM_HEAD: head}
         self.info = target_pb2.GetTargetInfoResponse(
             model="stub",
@@ -59,6 +75,8 @@ class StubTarget(target_pb2_grpc.TargetServiceServicer):
         self.segment: SharedSegment | None = None
         self.writer: SliceWriter | None = None
         self.pair: PairSocket | None = None  # towards the draft, for pair-local rounds
+        # With a device the tensors lie in its memory, too.
+        self.memory = {number: share(tensor, device) for number, tensor in self.tensors.items()} if device else {}
         self.frame = ServiceFrame("target", "outrider.v1.TargetService", "127.0.0.1:0", None)
 
     async def start(self, address: str | None = None) -> str:
@@ -91,6 +109,11 @@ class StubTarget(target_pb2_grpc.TargetServiceServicer):
         data = bytes(tensor_bytes(tensor))
         digest = hashlib.sha256(data).hexdigest()
         self.fetches.append((request.tensor, request.offset))
+        if request.transport == common_pb2.TRANSPORT_CUDA_IPC and self.memory:
+            form = {"dtype": DTYPE_NUMBERS[tensor.dtype], "shape": tensor.shape}
+            handle = self.memory[request.tensor].handle("")
+            yield target_pb2.FetchSharedWeightsResponse(buffer=handle, sha256=digest, **form)
+            return
         if self.corrupt:
             self.corrupt -= 1
             data = bytes([data[0] ^ 1]) + data[1:]
@@ -115,7 +138,7 @@ class StubTarget(target_pb2_grpc.TargetServiceServicer):
         if self.shared_memory:
             assert first.draft.pair_rounds
             listener = PairListener()
-            assert first.draft.transports[0] == common_pb2.TRANSPORT_SHARED_MEMORY
+            assert common_pb2.TRANSPORT_SHARED_MEMORY in first.draft.transports
             self.segment = SharedSegment.create(self.shared_memory)
             buffers.append(
                 target_pb2.BufferHandle(

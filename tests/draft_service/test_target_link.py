@@ -5,14 +5,11 @@ import asyncio
 import grpc
 import pytest
 
-from outrider.channels import is_serving, wait_serving
-from tests.draft_service.client import DraftClient, extend_draft, open_draft
+from tests.draft_service.client import DraftClient, extend_draft, open_draft, until_serving
 from tests.draft_service.drivers import extend, load_proposer, new_sequence, random_rows
 from tests.draft_service.stub_target import EMBED, FLAGS, StubTarget, shared_tensors
 from tests.drafts import write_tiny_draft
 from tests.processes import Service
-
-SERVICE = "outrider.v1.DraftService"
 
 
 async def start_draft(directory, address):
@@ -72,21 +69,6 @@ async def test_tensors_are_fetched_checked_and_resumed_and_the_attachment_is_ren
 def chain_of(directory, embed, head, states, tokens):
     proposer = load_proposer(directory, {EMBED: embed, "lm_head.weight": head})
     return extend(proposer, new_sequence(), 0, states, tokens, 3).token_ids
-
-
-async def until_serving(service, wanted):
-    client = DraftClient(service.address)
-    try:
-        if wanted:
-            await wait_serving(client.channel, SERVICE, 15)
-            return
-        for _ in range(500):
-            if not await is_serving(client.channel, SERVICE):
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError("still serving after 5 s")
-    finally:
-        await client.close()
 
 
 async def test_a_target_that_does_not_fit_at_the_start_ends_it_with_every_reason(tmp_path):
