@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from google.protobuf.message import DecodeError
 
@@ -21,16 +21,23 @@ log = logging.getLogger(__name__)
 class PairLink:
     """The socket of the attachment: what comes through it are commands for the engine."""
 
-    def __init__(self, end: PairSocket, rules: CommandRules, metrics: DraftMetrics) -> None:
+    def __init__(self, end: PairSocket, rules: CommandRules, metrics: DraftMetrics, on_end: Callable[[], None]) -> None:
+        """`on_end` is called, in the engine's thread, when it has ended, whoever ended it."""
         self._end = end
         self._rules = rules
         self._metrics = metrics
-        self.fileno, self.shut_down, self.close = end.fileno, end.shut_down, end.close
+        self._on_end = on_end
+        self.fileno, self.shut_down = end.fileno, end.shut_down
 
     @property
     def ended(self) -> bool:
         """Whether the target is gone, or the attachment has ended."""
         return self._end.ended
+
+    def close(self) -> None:
+        """Gives the descriptor back."""
+        self._end.close()
+        self._on_end()
 
     def read(self) -> list[list[Command]]:
         """What the target asks for, the commands of a packet together."""

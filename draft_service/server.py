@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import uuid
 from functools import partial
@@ -236,11 +237,12 @@ class DraftServer:
             await self._frame.set_serving(False)
 
     def _link_pair(self, attachment: Attachment) -> PairLink | None:
-        """Lets the target ask for chains itself, where it has offered to."""
+        """Lets the target ask for chains itself, where it has offered to. Where that breaks off, it attaches anew."""
         if attachment.socket is None:
             return None
         assert self._thread is not None and self._rules is not None and self._metrics is not None
-        link = PairLink(attachment.socket, self._rules, self._metrics)
+        on_end = functools.partial(self._thread.deliver, attachment.break_off)
+        link = PairLink(attachment.socket, self._rules, self._metrics, on_end)
         self._thread.watch(link)
         return link
 

@@ -175,15 +175,25 @@ class Attachment:
         """How its buffers are shared; INLINE for none."""
         self.socket = socket
         """For pair-local rounds, where the target offers them. Shut down at the end of the attachment."""
+        self._broken_off = False
 
     async def ended(self) -> str:
-        """Returns, with the reason, when the target ends the stream or goes away."""
+        """Returns, with the reason, when the target ends the stream or goes away, or it is broken off."""
         try:
             while await self._call.read() is not grpc.aio.EOF:
                 pass
             return f"{(await self._call.code()).name} {await self._call.details()}"
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name} {error.details()}"
+        except asyncio.CancelledError:
+            if not self._broken_off:
+                raise
+            return "the socket towards the target broke"
+
+    def break_off(self) -> None:
+        """Ends it, since its socket has ended; harmless where it has ended itself."""
+        self._broken_off = True
+        self._call.cancel()
 
 
 def _open_buffers(handles: Iterable[target_pb2.BufferHandle], device: CudaDevice | None) -> dict[str, SharedBuffer]:

@@ -25,7 +25,9 @@ FEATURE = "pair-rounds"
 
 _DIRECTORY = Path("/dev/shm")
 _NAME = re.compile(r"outrider-[0-9a-f]{32}\.socket")
-_PACKET_BYTES = 1 << 18  # more than the kernel lets through by default
+# What may wait unread: a packet of several thousand sequences even where the kernel gives less, 416 KiB by default.
+_SEND_BYTES = 1 << 20
+_PACKET_BYTES = 2 * _SEND_BYTES  # it gives twice of what it is asked for, and lets no longer packet through
 _MOST_PACKETS = 64  # read at once; the others are seen at the next look
 
 
@@ -34,6 +36,7 @@ class PairSocket:
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
         self._end = end
         self.ended = False
         """Whether the other end has gone, or this one was shut down."""

@@ -161,7 +161,7 @@ class StubTarget(target_pb2_grpc.TargetServiceServicer):
         """Takes what the draft says: opened once, where a buffer was offered, then releases."""
         while (message := await context.read()) is not grpc.aio.EOF:
             if message.WhichOneof("message") == "opened":
-                assert self.segment is not None and self.writer is None
+                assert listener is not None and self.segment is not None
                 self.segment.unlink()
                 self.pair = listener.accept()
                 self.writer = SliceWriter(self.segment.bytes)

@@ -116,17 +116,21 @@ async def test_slices_are_released_even_where_nobody_wants_them(served) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_target_that_babbles_loses_the_socket_and_nothing_else(served) -> None:
+async def test_a_target_that_babbles_loses_the_socket_and_gets_another_and_sessions_go_on(served) -> None:
     stub, service = served
-    stub.pair._end.send(b"\xff\xff\xff no message")
-    async with asyncio.timeout(10):
-        while not stub.pair.ended:
-            stub.pair.receive()
-            await asyncio.sleep(0.005)
+    first = stub.pair
     states, tokens = random_rows(4)
     client = DraftClient(service.address)
     await client.send(open_linked(1))
+    first._end.send(b"\xff\xff\xff no message")
+    async with asyncio.timeout(20):
+        while stub.pair is first:
+            await asyncio.sleep(0.005)
+    first.receive()
+    assert first.ended
     assert len((await client.propose(extend_draft(1, 0, states, tokens, 3))).token_ids) == 3
+    (event,) = await asked(stub.pair, extend_draft(LINK, 4, states, tokens, 3))
+    assert len(event.proposal.token_ids) == 3
     await client.close()
 
 
@@ -138,7 +142,7 @@ class Linked:
         self.target = PairSocket.connect(listener.name)
         metrics = DraftMetrics(CollectorRegistry(), "target", "draft")
         rules = CommandRules(320, 192, proposer.chooser, SliceReader({}))
-        self.link = PairLink(listener.accept(), rules, metrics)
+        self.link = PairLink(listener.accept(), rules, metrics, lambda: None)
         self.engine = DraftEngine(proposer, lambda answers: None, metrics)
         self.sequence = DraftSequence(None, 1, GREEDY, link_id=LINK)
         states, tokens = random_rows(4)

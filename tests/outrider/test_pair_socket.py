@@ -39,6 +39,17 @@ def test_packets_stay_whole_and_in_order_and_the_end_is_seen() -> None:
     there.close()
 
 
+def test_a_packet_holds_the_sequences_of_any_step() -> None:
+    here, there = connected()
+    rows = {"first_position": 1 << 20, "tensor": {"shape": [4, 8640], "slice": {"buffer_id": "b" * 34}}}
+    extend = {"hidden_states": rows, "token_ids": [1 << 17] * 4, "num_draft_tokens": 3}
+    message = draft_pb2.ProposeRequest(commands=[{"sequence_id": 2**64 - 1, "extend": extend}] * 4000)
+    assert message.ByteSize() > 1 << 18 and here.send(message)
+    assert there.receive() == [message.SerializeToString()]
+    here.close()
+    there.close()
+
+
 def test_a_peer_that_never_reads_is_as_good_as_gone() -> None:
     here, there = connected()
     message = draft_pb2.ProposeRequest(commands=[{"sequence_id": 1}] * 1000)
