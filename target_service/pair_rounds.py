@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from google.protobuf.message import DecodeError
+from google.rpc import code_pb2
 
 from outrider.pair_socket import PairSocket
 from outrider.v1 import draft_pb2, target_pb2
@@ -22,6 +23,8 @@ from target_service.sequence import Sequence
 log = logging.getLogger(__name__)
 
 PairRound = target_pb2.TargetEvent.PairRound
+# What a draft answers of a sequence that its gateway has closed there, as it does here in the same moment.
+_GONE = (code_pb2.NOT_FOUND, code_pb2.CANCELLED)
 
 
 class PairLink:
@@ -134,7 +137,8 @@ class PairRounds:
             sequence.num_late += len(chain)
             return None
         if event.HasField("error"):
-            log.warning("%s: the draft answers: %s", sequence, event.error.message)
+            level = logging.DEBUG if event.error.code in _GONE else logging.WARNING
+            log.log(level, "%s: the draft answers: %s", sequence, event.error.message)
             return self._without_chain(sequence, PairRound.NO_CHAIN_LOST)
         fit = self._cut(chain, wait.num_tokens)
         sequence.num_cut += len(chain) - len(fit)

@@ -8,12 +8,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 import torch
+from google.rpc import code_pb2
 
 from outrider.errors import InvalidArgument
 from outrider.pair_socket import FEATURE, PairSocket
 from outrider.v1 import common_pb2, draft_pb2, target_pb2
 from tests.models import write_tiny_llama
 from tests.processes import Service
+from tests.scripted.cluster import eventually
 from tests.target_service.attached_draft import Draft
 from tests.target_service.client import Client, Session
 
@@ -178,8 +180,8 @@ async def test_an_advance_while_the_pair_goes_on_ends_the_sequence(target) -> No
             await pair.advanced(sequence)
 
 
-async def refuse(pair: Pair) -> None:
-    error = {"code": 5, "message": "no such sequence"}
+async def refuse(pair: Pair, code: int = code_pb2.NOT_FOUND) -> None:
+    error = {"code": code, "message": f"because of {code}"}
     assert pair.end.send(draft_pb2.ProposeResponse(events=[{"sequence_id": 77, "error": error}]))
 
 
@@ -229,6 +231,21 @@ async def test_without_a_chain_the_step_is_made_and_the_caller_drives_again(targ
         assert advanced.pair_round.no_chain == no_chain and not advanced.pair_round.draft_token_ids
         await pair.session.advance(sequence, truth[5:7])
         assert list((await pair.advanced(sequence)).token_ids) == truth[5:8]
+
+
+async def test_a_warning_is_of_a_draft_that_failed_and_not_of_a_sequence_that_was_closed(target) -> None:
+    async with attached(target) as pair:
+        for code in (code_pb2.NOT_FOUND, code_pb2.CANCELLED, code_pb2.INTERNAL):
+            sequence, _ = await pair.open()
+            await pair.grant(sequence)
+            await pair.session.advance(sequence)
+            await pair.asked()
+            await refuse(pair, code)
+            await pair.advanced(sequence)
+            await pair.advanced(sequence)
+            await pair.session.close(sequence)
+    eventually(lambda: "the draft answers: because of 13" in target.text)
+    assert "because of 5" not in target.text and "because of 1\n" not in target.text
 
 
 async def test_what_comes_too_late_too_long_or_for_another_position_is_counted(target) -> None:
