@@ -64,6 +64,16 @@ def test_a_slice_of_rows_that_were_not_emitted_is_free_at_once(buffers):
     assert sender.send(sequence, AUX, 0, 7, 4) is None
 
 
+def test_a_slice_of_a_buffer_that_was_replaced_meanwhile_is_nobody_s(buffers):
+    attach(buffers)
+    sender, sequence, _ = sender_of(buffers, SHARED, first_position=11)
+    rows = [sender.send(sequence, AUX, 0, 9, 4) for _ in range(2)]
+    attach(buffers)
+    kept = sender.send(sequence, AUX, 0, 9, 4)
+    assert [sender.emitted(sequence, part, 11) for part in rows] == [None, None]
+    assert kept.tensor.slice.generation == rows[0].tensor.slice.generation and buffers.num_unreleased == 1
+
+
 def test_only_emitted_rows_are_counted(buffers):
     attach(buffers)
     for transport, name in ((SHARED, "shared_memory"), (common_pb2.TRANSPORT_INLINE, "inline")):
