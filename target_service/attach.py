@@ -161,9 +161,10 @@ class Buffers:
     def take_back(self, sequence: Sequence, rows: torch.Tensor | common_pb2.Tensor) -> None:
         """Rows that were written for the sequence are not sent after all. A draft may have attached anew meanwhile."""
         attachment = self._attachment(sequence)
-        if attachment is not None and isinstance(rows, common_pb2.Tensor):
-            if rows.slice.buffer_id == attachment.buffer_id:
-                attachment.writer.release([rows.slice.generation])
+        if attachment is None or isinstance(rows, torch.Tensor):
+            return
+        if rows.slice.buffer_id == attachment.buffer_id:
+            attachment.writer.release([rows.slice.generation])
 
     def abandon(self, sequence: Sequence) -> None:
         """The sequence was freed or re-aimed: what its slices hold may never be read, and is free a little later."""
