@@ -30,7 +30,7 @@ from outrider.metrics import reload_gauge
 from outrider.pair_socket import FEATURE
 from outrider.security import DraftSecurity
 from outrider.server import ServiceFrame
-from outrider.shared_buffers import INLINE
+from outrider.shared_buffers import INLINE, TRANSPORT_NAMES
 from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2
 
 log = logging.getLogger(__name__)
@@ -217,7 +217,8 @@ class DraftServer:
         if not self._was_ready:
             self._frame.print_ready()
             self._was_ready = True
-        log.info("attached to target instance %s", attachment.target_instance_id)
+        transport = TRANSPORT_NAMES[attachment.transport]
+        log.info("attached to target instance %s, %s", attachment.target_instance_id, transport)
         ended, accepted = (asyncio.create_task(wait) for wait in (attachment.ended(), self._reload.accepted.wait()))
         try:
             await asyncio.wait([ended, accepted], return_when=asyncio.FIRST_COMPLETED)

@@ -7,11 +7,14 @@ its own: the handle of a part of PyTorch's pools would open all that lies beside
 from __future__ import annotations
 
 import ctypes
+import logging
 from typing import Any
 
 import torch
 
 from outrider.dlpack import tensor_over
+
+log = logging.getLogger(__name__)
 
 HANDLE_BYTES = 64
 # cudaMalloc cuts smaller ones from a block of this size, all of which a handle would open (CUDA C Programming Guide,
@@ -53,9 +56,13 @@ class CudaDevice:
 
     def malloc(self, size: int) -> int:
         """The address of `size` new bytes in a block of their own. Raises CudaError."""
-        address = ctypes.c_void_p()
-        blocks = -(-size // _BLOCK_BYTES)
-        self._call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(blocks * _BLOCK_BYTES))
+        address, blocks = ctypes.c_void_p(), -(-size // _BLOCK_BYTES)
+        arguments = ctypes.byref(address), ctypes.c_size_t(blocks * _BLOCK_BYTES)
+        try:
+            self._call("cudaMalloc", *arguments)
+        except CudaError:
+            torch.cuda.empty_cache()  # what PyTorch has freed it keeps
+            self._call("cudaMalloc", *arguments)
         return _address(address)
 
     def free(self, address: int) -> None:
@@ -106,11 +113,16 @@ class CudaDevice:
 
 
 def sharing_device(device: torch.device) -> CudaDevice | None:
-    """How the memory of `device` is shared with other processes; None where it is no CUDA device."""
+    """How the memory of `device` is shared with other processes; None where it is no CUDA device, or cannot be."""
     if device.type != "cuda":
         return None
+    try:
+        library = load_library(torch._C.__file__)
+    except AttributeError as error:
+        log.warning("no device memory is shared: %s", error)
+        return None
     index = torch.cuda.current_device() if device.index is None else device.index
-    return CudaDevice(torch.device("cuda", index), load_library(torch._C.__file__))
+    return CudaDevice(torch.device("cuda", index), library)
 
 
 def load_library(path: str) -> ctypes.CDLL:

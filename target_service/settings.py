@@ -91,7 +91,8 @@ def size_cache(settings: Settings, model: Model, page_size: int, device: torch.d
     page_bytes = model.kv_bytes_per_token * page_size
     num_pages = min(cache_bytes(settings.kv_cache, device) // page_bytes, wanted)
     if device.type == "cuda":
-        check_fits("--kv-cache", num_pages * page_bytes, torch.cuda.memory_allocated(device), total_memory(device))
+        weights = torch.cuda.memory_allocated(device) + model.shared_bytes
+        check_fits("--kv-cache", num_pages * page_bytes, weights, total_memory(device))
     room = num_pages * page_size - settings.max_draft_tokens
     if settings.max_sequence_length and room < longest:
         raise ValueError(

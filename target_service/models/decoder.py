@@ -74,6 +74,11 @@ class Model:
         return self._shared.get(EMBEDDING if self.config.tie_word_embeddings else HEAD)
 
     @property
+    def shared_bytes(self) -> int:
+        """Size of what lies in memory that other processes can open, which is none of PyTorch's own."""
+        return sum(len(buffer.bytes) for buffer in self._shared.values())
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Cache memory that one token of one sequence takes."""
         config = self.config
