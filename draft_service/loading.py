@@ -19,12 +19,11 @@ from draft_service.proposer import Proposer
 from draft_service.settings import Settings, parse_boundaries, size_cache, size_limits
 from draft_service.shared_tensors import SharedTensors
 from draft_service.sharing import TargetFacts
-from draft_service.static_steps import Packed
 from draft_service.synthetic import synthetic_checkpoint
 from draft_service.tokenizers import FILE as TOKENIZER
 from draft_service.tokenizers import check_tokenizer, own_vocabulary_sha256
 from draft_service.weights import load_weights, serving_dtype
-from kernels.graphs import Graphs
+from kernels.graphs import graphs_of
 from outrider.checkpoint import Checkpoint
 from outrider.cuda_memory import CudaDevice
 from outrider.devices import use_device
@@ -171,7 +170,7 @@ def build_proposer(
     weights = load_weights(fitted, shared, serving_dtype(fitted, settings.dtype), device)
     model = DraftModel(fitted.draft.description, weights, limits.max_positions, settings.draft_window or None)
     cache = DraftCache(model.new_kv_cache(size_cache(settings, model, limits)), limits.max_positions, device)
-    graphs: Graphs[Packed] | None = Graphs(device) if settings.cuda_graphs and model.never_waits else None
+    graphs = graphs_of(device, wanted=settings.cuda_graphs, never_waits=model.never_waits)
     proposer = Proposer(model, cache, limits, graphs)
     if model.never_waits:
         proposer.warm_up()

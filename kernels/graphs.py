@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -29,6 +30,15 @@ MOST_ROWS = _ROW_COUNTS[-1]
 def padded(count: int) -> int:
     """How many rows, of the numbers that graphs are made for, `count` rows take. At most MOST_ROWS."""
     return next(size for size in _ROW_COUNTS if size >= count) if count else 0
+
+
+def graphs_of(device: torch.device, *, wanted: bool, never_waits: bool) -> Graphs[Any] | None:
+    """For a model whose steps can be captured, where that is wanted; else None.
+
+    OUTRIDER_STATIC_STEPS=1, for tests, has steps of any model go through static tensors.
+    """
+    static = never_waits or os.environ.get("OUTRIDER_STATIC_STEPS") == "1"
+    return Graphs(device) if wanted and static else None
 
 
 class Columns:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from kernels.graphs import Graphs
+from kernels.graphs import graphs_of
 from kernels.kv_cache import KVCache
 from outrider import cuda_memory
 from outrider.checkpoint import Checkpoint
@@ -21,7 +21,6 @@ from outrider.engine_thread import EngineThread
 from outrider.settings import parse_bytes
 from outrider.v1 import target_pb2
 from target_service.attach import Buffers
-from target_service.chain_steps import Verified
 from target_service.commands import Command
 from target_service.engine import TargetEngine
 from target_service.limits import Limits
@@ -60,7 +59,7 @@ def load_target(settings: Settings, instance_id: str, metrics: TargetMetrics, de
     limits, num_pages = size_cache(settings, model, KVCache.page_size, device)
     buffers = _buffers(settings, instance_id, device)
     metrics.watch_buffers(lambda: buffers.num_attached, lambda: buffers.num_unreleased)
-    graphs: Graphs[Verified] | None = Graphs(device) if settings.cuda_graphs and model.never_waits else None
+    graphs = graphs_of(device, wanted=settings.cuda_graphs, never_waits=model.never_waits)
     engine = TargetEngine(model, limits, num_pages, buffers, metrics, deliver, graphs, script)
     if model.never_waits:
         engine.warm_up()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -65,15 +67,28 @@ class Bench:
         return list(plain)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "bfloat16 by the pair itself"])
+@contextmanager
+def static_steps() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("OUTRIDER_STATIC_STEPS", "1")
+        yield
+
+
+WAYS = ["float32", "bfloat16", "bfloat16 by the pair itself", "float32 through static tensors"]
+
+
+@pytest.fixture(scope="module", params=WAYS)
 def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """The last way is that of steps which are captured on CUDA."""
+    dtype, _, way = request.param.partition(" ")
+    attached = way == "by the pair itself"
     directory = tmp_path_factory.mktemp("lossless")
     model = write_tiny_llama(directory / "tiny")
     recorded = Recorded(directory / "oracle.json")
-    dtype, _, attached = request.param.partition(" ")
     with (
+        static_steps() if way == "through static tensors" else nullcontext(),
         start_target(model, "--dtype", dtype) as target,
-        scripted_draft(target.address, "--oracle", str(recorded.path), *["--attach"] * bool(attached)) as draft,
+        scripted_draft(target.address, "--oracle", str(recorded.path), *["--attach"] * attached) as draft,
         start_gateway([f"{target.address}={draft.address}"]) as gateway,
     ):
         yield Bench(gateway, recorded)
