@@ -76,6 +76,7 @@ class TargetEngine:
         # Whether the device works by itself, so that the next step can be prepared meanwhile.
         self._overlaps = self._device.type == "cuda"
         self._stats = Stats()
+        self._done = 0.0  # when the last step's results were there
         metrics.watch_load(
             running=lambda: len(self.scheduler.active),
             waiting=lambda: len(self.scheduler.waiting),
@@ -155,8 +156,10 @@ class TargetEngine:
 
     def _finish(self, queued: _Queued) -> None:
         queued.wait()
-        self._measure(queued.plan, queued.began)
-        self._emit(queued)
+        began = max(queued.began, self._done)  # before that the device was at the last step
+        self._done = time.monotonic()
+        self._measure(queued.plan, self._done - began)
+        self._emit(queued, began)
 
     def _is_here(self, sequence: Sequence) -> bool:
         return self.roster.sequences.get(sequence.key) is sequence
@@ -169,15 +172,14 @@ class TargetEngine:
                 self.buffers.abandon(sequence)
                 sequence.aux = advance.aux
 
-    def _measure(self, plan: Plan, began: float) -> None:
-        compute = time.monotonic() - began
+    def _measure(self, plan: Plan, compute: float) -> None:
         self._pace.stepped(compute)
         self._stats = Stats(len(plan.work), plan.num_rows, compute, plan.queue_depth, self.pages.usage)
         self._metrics.stepped(self._stats)
 
-    def _emit(self, queued: _Queued) -> None:
+    def _emit(self, queued: _Queued, began: float) -> None:
         row = chosen = 0
-        results, began, compute = queued.results, queued.began, self._stats.compute
+        results, compute = queued.results, self._stats.compute
         choices = results.choices.tolist()
         for work, rows in zip(queued.plan.work, queued.sent, strict=True):
             if not work.verifies and self._is_here(work.sequence):

@@ -1,5 +1,7 @@
 """The engine without a process around it: what a step that fails costs, and when a step starts."""
 
+import time
+
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
@@ -95,11 +97,15 @@ def test_the_next_chunk_is_queued_before_the_last_ones_results_are_awaited(engin
 
     engine._overlaps, marks = True, []
     engine.apply([Close(session, 1), make_open(1, 50, session=session)])
+    began = time.monotonic()
     for _ in range(3):
         engine.step()
         marks.append(len(session.events))
         assert (engine._queued is not None) == (len(marks) < 3)
     assert marks == [0, 1, 4]
+    timings = [event.timing for event in session.events]
+    # Each step's time begins when the one before it was done.
+    assert sum(timing.compute for timing in timings[:3]) <= time.monotonic() - began
     assert [(type(e), getattr(e, "num_computed", None)) for e in session.events] == [
         (type(e), getattr(e, "num_computed", None)) for e in expected
     ]
