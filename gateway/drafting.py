@@ -67,11 +67,14 @@ class Drafting:
         return self._aux(first_position=0) if self._sequence is not None else AuxRequest()
 
     def grant(self, chain: Chain, aux: AuxRequest | None) -> GrantRounds | None:
-        """Lets the pair go on by itself after a chain: a draft that has just answered in time, and is asked again."""
-        if aux is not None:
+        """Lets the pair go on by itself after a chain: a draft that has just answered in time, and is asked again.
+
+        Else what the target may still hold, having got it after its last round, is revoked.
+        """
+        if not chain.token_ids or aux is not None:
             return self._grant.revoke()
         self._grant.ended()
-        return self._next_grant() if chain.token_ids else None
+        return self._next_grant()
 
     def regrant(self) -> GrantRounds | None:
         """What the pair is told while it goes on by itself: that it may go further, or no further."""

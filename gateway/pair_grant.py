@@ -45,5 +45,5 @@ class PairGrant:
         return GrantRounds()
 
     def ended(self) -> None:
-        """The target has ended it, or never had it."""
+        """It is to be given anew."""
         self._until = 0

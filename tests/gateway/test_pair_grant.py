@@ -73,6 +73,14 @@ def test_none_is_for_a_draft_that_takes_over_from_the_one_that_answered() -> Non
     assert named is None and grant is not None and grant.draft_instance_id == "two"
 
 
+def test_what_was_granted_is_revoked_by_a_step_without_a_chain() -> None:
+    begun = Begun()
+    begun.step([7])
+    assert [begun.step([]), begun.step([])] == [(None, target_pb2.TargetCommand.GrantRounds()), (None, None)]
+    _, grant = begun.step([7])
+    assert grant is not None and grant.draft_instance_id == "one"
+
+
 def test_none_is_left_where_no_draft_is() -> None:
     begun = Begun()
     begun.step([7])
