@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.transfer import wait
 from outrider.cuda_memory import CudaDevice, CudaError
 from outrider.errors import InvalidArgument
 from outrider.pair_socket import FEATURE, PairListener, PairSocket, sweep_stale_sockets
@@ -175,8 +176,10 @@ class Buffers:
         """Takes back a buffer whose draft went away. Device memory, which it may have open still, is used again."""
         if attachment.memory.transport == CUDA_IPC:
             self._spares[CUDA_IPC].append(attachment.memory)
-        else:
-            attachment.memory.close()
+            return
+        if self._device is not None:
+            wait(self._device.device)  # a step that is queued may still write to it
+        attachment.memory.close()
 
     def close_all(self) -> None:
         """Unmaps the host's memory at the end of the process, and takes away the names that are left."""

@@ -144,6 +144,8 @@ async def test_a_draft_that_cannot_open_device_memory_takes_the_next_best(
                 assert list((await info_of(draft)).transports) == [transport, INLINE], name
                 assert len(mapped(draft, device)) == num_mapped, name
                 assert text in draft.text, name
+                if name == "no peer":
+                    continue  # it goes on as the last one does
                 with start_gateway([f"{target.address}={draft.address}"]) as gateway:
                     eventually(lambda front=gateway: front.metric("outrider_peer_available") == 2, 10.0)
                     await check_answers(Trio(target, draft, gateway))
