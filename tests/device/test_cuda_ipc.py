@@ -24,9 +24,8 @@ from outrider.shared_slices import SliceWriter
 from outrider.v1 import target_pb2
 from tests.draft_service.client import DraftClient
 from tests.drafts import write_tiny_draft
-from tests.end_to_end.services import same
+from tests.end_to_end.services import check_drafted
 from tests.end_to_end.trio import HOT
-from tests.gateway.client import Client
 from tests.models import write_tiny_llama
 from tests.processes import Service
 from tests.scripted.cluster import ANY, eventually, start_gateway
@@ -37,6 +36,10 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parents[2]
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+CASES = [
+    {"prompt": list(range(1 + i, 150 + i)), "sampling": {**HOT, "seed": i}, "max_new_tokens": 40, "ignore_eos": True}
+    for i in range(3)
+]
 SHAPE = (300, 8640)  # some megabytes of states
 
 READER = """
@@ -146,20 +149,6 @@ def pair(models: tuple[Path, Path], draft_device: str, *gateway: str) -> Iterato
         yield target, draft, front
 
 
-async def check(gateway: Service) -> None:
-    """Greedy and sampled answers are what they are without a draft, whose tokens are in them."""
-    cases = [
-        {"prompt": list(range(1 + i, 150 + i)), "sampling": sampling, "max_new_tokens": 40, "ignore_eos": True}
-        for i, sampling in enumerate(({"temperature": 0.0}, {**HOT, "seed": 1}, {**HOT, "seed": 2}))
-    ]
-    async with Client(gateway.address) as client:
-        plain = [await client.generate(k=0, timeout=120, **case) for case in cases]
-        drafted = await asyncio.gather(*(client.generate(k=3, timeout=120, **case) for case in cases))
-    assert all(same(one, other) for one, other in zip(drafted, plain, strict=True))
-    accepted, proposed = (sum(getattr(a.usage, f"{kind}_tokens") for a in drafted) for kind in ("accepted", "draft"))
-    assert accepted > proposed / 4, f"{accepted} of {proposed}: a draft that reads garbage"
-
-
 async def transports_of(draft: Service) -> list[int]:
     client = DraftClient(draft.address)
     try:
@@ -175,7 +164,7 @@ async def test_a_pair_on_devices(models: tuple[Path, Path], draft_device: str, g
     expected = CUDA_IPC if reaches else SHARED_MEMORY
     with pair(models, draft_device, *gateway) as (target, draft, front):
         assert await transports_of(draft) == [expected, INLINE], draft.text
-        await check(front)
+        await check_drafted(front, CASES, timeout=120)
         name = "cuda_ipc" if reaches else "shared_memory"
         for service in (target, draft):
             assert service.metric("outrider_hidden_state_bytes_total", transport=name) > 0
@@ -186,14 +175,14 @@ async def test_a_pair_on_devices(models: tuple[Path, Path], draft_device: str, g
 
 async def test_a_target_that_is_lost_takes_its_memory_with_it(models: tuple[Path, Path]) -> None:
     with pair(models, "cuda:0") as (target, draft, front):
-        await check(front)
+        await check_drafted(front, CASES, timeout=120)
         target.kill()
         eventually(lambda: front.metric("outrider_peer_available") == 0, 20.0)
         again = await asyncio.to_thread(target.restarted, 200)
         try:
             eventually(lambda: front.metric("outrider_peer_available") == 2, 60.0, dump=[again, draft, front])
             assert await transports_of(draft) == [CUDA_IPC, INLINE], draft.text
-            await check(front)
+            await check_drafted(front, CASES, timeout=120)
         finally:
             again.kill()
         assert draft.process.poll() is None, "no kernel has read what was closed"

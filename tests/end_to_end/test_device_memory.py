@@ -13,9 +13,8 @@ from outrider.shared_buffers import CUDA_IPC, INLINE, SHARED_MEMORY
 from outrider.v1 import common_pb2, draft_pb2
 from tests.draft_service.client import DraftClient
 from tests.drafts import write_tiny_draft
-from tests.end_to_end.services import same
+from tests.end_to_end.services import check_drafted
 from tests.end_to_end.trio import HOT, Trio
-from tests.gateway.client import Client
 from tests.models import write_tiny_llama
 from tests.processes import Service
 from tests.scripted.cluster import ANY, eventually, start_gateway
@@ -59,7 +58,7 @@ def services(device: Path, models: tuple[Path, Path]) -> Iterator[Trio]:
         start_draft(models, target) as draft,
         start_gateway([f"{target.address}={draft.address}"]) as gateway,
     ):
-        eventually(lambda: gateway.metric("outrider_peer_available") == 2, dump=[target, draft, gateway])
+        eventually(lambda: gateway.metric("outrider_peer_available") == 2, 60.0, dump=[target, draft, gateway])
         trio = Trio(target, draft, gateway)
         yield trio
         trio.target.kill()
@@ -69,19 +68,6 @@ def mapped(service: Service, device: Path) -> set[str]:
     """Which of the device's memory a process has open."""
     lines = Path(f"/proc/{service.process.pid}/maps").read_text().splitlines()
     return {Path(line.split()[5]).name for line in lines if str(device) in line}
-
-
-async def answers_of(services: Trio, k: int) -> list:
-    async with Client(services.gateway.address) as client:
-        return list(await asyncio.gather(*(client.generate(k=k, **case) for case in CASES)))
-
-
-async def check_answers(services: Trio) -> None:
-    """With the draft they are what they are without, and many of its tokens are in them."""
-    plain, drafted = await answers_of(services, 0), await answers_of(services, 3)
-    assert all(same(one, other) for one, other in zip(drafted, plain, strict=True))
-    accepted, proposed = (sum(getattr(a.usage, f"{kind}_tokens") for a in drafted) for kind in ("accepted", "draft"))
-    assert accepted > proposed / 4, "a draft that reads garbage is right about one token in a hundred"
 
 
 async def info_of(draft: Service) -> draft_pb2.GetDraftInfoResponse:
@@ -97,7 +83,7 @@ async def test_states_and_weights_pass_through_the_device_and_are_fetched_anew_o
 ) -> None:
     first = await info_of(services.draft)
     assert list(first.transports) == [CUDA_IPC, INLINE]
-    await check_answers(services)
+    await check_drafted(services.gateway, CASES)
     for service in (services.target, services.draft):
         assert service.metric("outrider_hidden_state_bytes_total", transport="cuda_ipc") > 0
         assert service.metric("outrider_hidden_state_bytes_total", transport="shared_memory") == 0
@@ -107,24 +93,24 @@ async def test_states_and_weights_pass_through_the_device_and_are_fetched_anew_o
 
     # New weights beside the old ones borrow the same, and go on with them.
     services.draft.hang_up()
-    eventually(lambda: "attached" in services.draft.text.partition("SIGHUP: loading")[2], 20.0, dump=[services.draft])
-    eventually(lambda: services.gateway.metric("outrider_peer_available", kind="draft") == 1, 10.0)
-    await check_answers(services)
+    eventually(lambda: "attached" in services.draft.text.partition("SIGHUP: loading")[2], 60.0, dump=[services.draft])
+    eventually(lambda: services.gateway.metric("outrider_peer_available", kind="draft") == 1, 60.0)
+    await check_drafted(services.gateway, CASES)
     assert mapped(services.draft, device) == files
 
     # The target is lost. What it leaves behind is garbage: who reads it now proposes nothing of use.
     services.target.kill()
-    eventually(lambda: not mapped(services.draft, device), 10.0, dump=[services.draft])
+    eventually(lambda: not mapped(services.draft, device), 60.0, dump=[services.draft])
     for path in device.iterdir():
         path.write_bytes(b"\xff" * path.stat().st_size)
         path.unlink()
     services.target = await asyncio.to_thread(services.target.restarted)
-    eventually(lambda: services.gateway.metric("outrider_peer_available", kind="draft") == 1, 20.0)
+    eventually(lambda: services.gateway.metric("outrider_peer_available", kind="draft") == 1, 60.0)
     assert (await info_of(services.draft)).instance_id != first.instance_id
-    await check_answers(services)
+    await check_drafted(services.gateway, CASES)
     assert mapped(services.draft, device) == {path.name for path in device.iterdir()}
-    eventually(services.at_rest, 2.0, dump=services.services)
-    eventually(services.all_slices_back, 3.0, dump=services.services)
+    eventually(services.at_rest, 30.0, dump=services.services)
+    eventually(services.all_slices_back, 30.0, dump=services.services)
 
 
 WAYS: dict[str, tuple[dict[str, str], common_pb2.Transport, int, str]] = {
@@ -147,5 +133,5 @@ async def test_a_draft_that_cannot_open_device_memory_takes_the_next_best(
                 if name == "no peer":
                     continue  # it goes on as the last one does
                 with start_gateway([f"{target.address}={draft.address}"]) as gateway:
-                    eventually(lambda front=gateway: front.metric("outrider_peer_available") == 2, 10.0)
-                    await check_answers(Trio(target, draft, gateway))
+                    eventually(lambda front=gateway: front.metric("outrider_peer_available") == 2, 60.0)
+                    await check_drafted(gateway, CASES)
