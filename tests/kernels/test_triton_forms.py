@@ -19,7 +19,7 @@ def run(*command, **environment):
     )
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_in_the_interpreter():
     folder = Path(__file__).parent / "triton_forms"
     result = run("-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", str(folder), TRITON_INTERPRET="1")
