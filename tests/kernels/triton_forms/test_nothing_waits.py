@@ -17,7 +17,6 @@ from tests.draft_service.drivers import load_proposer
 from tests.draft_service.test_static_steps import SHARED, rounds
 from tests.drafts import write_tiny_draft
 from tests.kernels.triton_forms.conftest import INTERPRETED
-from tests.kernels.triton_forms.test_engine import REQUESTS
 from tests.kernels.triton_forms.test_model import WRITERS
 from tests.target_service.driving import Request, make_engine, run
 
@@ -85,7 +84,8 @@ def test_the_guard_sees_questions():
 @pytest.mark.parametrize("family", WRITERS)
 def test_the_target_asks_nothing(tmp_path, family, captured):
     engine = make_engine(load_model(WRITERS[family](tmp_path), "cpu", torch.float32), Graphs(torch.device("cpu")))
-    run(engine, REQUESTS[1:], lambda request, length: [1, 2])
+    choices = SamplingParams(seed=3, top_k=9, top_p=0.9) if family == "llama" else SamplingParams(seed=3)
+    run(engine, [Request([5, 3], choices, max_new=3)], lambda request, length: [1])
     assert captured
 
 
