@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from kernels import native
 from tests.draft_service.client import DraftClient, extend_draft, open_draft, until_serving
 from tests.draft_service.drivers import extend, load_proposer, new_sequence, random_rows
 from tests.draft_service.stub_target import EMBED, FLAGS, Shared, StubTarget, shared_tensors
@@ -81,3 +82,11 @@ async def test_a_target_that_lends_nothing_sends_them(tmp_path, directory):
         assert stub.fetches == [BOTH[0], BOTH[0]], "asked for by IPC, then inline"
         await chain_of(service, *random_rows(6))
     await stub.stop()
+
+
+def test_the_model_reads_what_it_was_given_and_no_copy_of_it(tmp_path):
+    model = write_tiny_draft(tmp_path / "draft", draft_vocab_size=320, head=False)
+    embed, head = shared_tensors(model)
+    with native.form("torch"):  # which takes weights as they are, as the Triton form does
+        loaded = load_proposer(model, {EMBED: embed, "lm_head.weight": head}).model
+    assert loaded._embed.data_ptr() == embed.data_ptr() and loaded._head.weight.data_ptr() == head.data_ptr()

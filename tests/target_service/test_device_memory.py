@@ -9,9 +9,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from kernels import native
+from outrider import cuda_memory
 from outrider.shared_buffers import CUDA_IPC, INLINE, SHARED_MEMORY, open_buffer
 from outrider.tensors import tensor_bytes
 from outrider.v1 import target_pb2
+from target_service.models import load_model
 from tests.fake_cuda import FakeDevice
 from tests.models import write_tiny_llama
 from tests.processes import Service
@@ -133,3 +136,15 @@ async def test_a_tensor_that_is_cast_is_not_shared(tmp_path):
             wanted = SHARED(tensor=SHARED.SHARED_TENSOR_EMBED_TOKENS, transport=CUDA_IPC)
             messages = [message async for message in client.stub.FetchSharedWeights(wanted)]
             assert messages[0].WhichOneof("payload") == "chunk"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_model_reads_the_memory_that_it_shares(tmp_path, monkeypatch, tied):
+    checkpoint = write_tiny_llama(tmp_path / "llama", dtype=torch.float32, tie_word_embeddings=tied)
+    monkeypatch.setattr(cuda_memory, "sharing_device", lambda device: FakeDevice(tmp_path))
+    with native.form("torch"):  # which takes weights as they are, as the Triton form does
+        model = load_model(checkpoint)
+    used = [model._embedding.data_ptr(), model._head.weight.data_ptr()]
+    assert used == [memory.bytes.data_ptr() for memory in (model.embed_memory, model.head_memory)]
+    assert (used[0] == used[1]) == tied
+    assert model.shared_bytes == (1 if tied else 2) * model.embed_weight.nbytes
