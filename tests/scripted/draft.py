@@ -79,6 +79,7 @@ class Sequence_:
     next_position: int = 0  # of the token that comes after all it was told
     candidates: list[Sequence[int]] | None = None
     rng: random.Random = field(default_factory=lambda: random.Random(7))
+    places: int = 0  # seed of the pattern of that name
 
 
 class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
@@ -177,7 +178,8 @@ class Session:
         kind, sequence_id = command.WhichOneof("command"), command.sequence_id
         if kind == "open":
             behaviour = ordered(self._draft.behaviour, command.open.request_id)
-            self.sequences[sequence_id] = Sequence_(effective_seed(command.open.sampling), behaviour)
+            sampling = command.open.sampling
+            self.sequences[sequence_id] = Sequence_(effective_seed(sampling), behaviour, places=sampling.seed)
             self._draft.linked[command.open.link_id] = self, sequence_id
         elif kind == "close":
             self.sequences.pop(sequence_id, None)
@@ -262,21 +264,28 @@ class Session:
             count = 0
         token_ids = self._truth(sequence, count)
         for place in range(len(token_ids)):
-            if _is_wrong(behaviour.pattern, position, place, count, sequence.rng):
+            if _is_wrong(behaviour.pattern, sequence, place, count):
                 token_ids[place] = (token_ids[place] + 1 + position % 5) % vocab_size
         if behaviour.fault and sequence.num_proposals % 3 == 0:
             token_ids, position = _spoil(behaviour.fault, token_ids, position, vocab_size)
         return Event.Proposal(token_ids=token_ids, probabilities=[0.5] * len(token_ids), first_position=position)
 
 
-def _is_wrong(pattern: str, position: int, place: int, count: int, rng: random.Random) -> bool:
-    """Whether the place of a chain for `position` is spoilt: `cycle` accepts every length in turn."""
+def _is_wrong(pattern: str, sequence: Sequence_, place: int, count: int) -> bool:
+    """Whether the place of a chain is spoilt.
+
+    `cycle` and `places` spoil one or none, so that every length is accepted: by the chain's position alone, or by that
+    and the request's seed.
+    """
+    position = sequence.next_position
     if pattern == "right":
         return False
     if pattern == "wrong":
         return True
     if pattern == "random":
-        return rng.random() < 0.3
+        return sequence.rng.random() < 0.3
+    if pattern == "places":
+        return place == random.Random(f"{sequence.places} {position}").randrange(count + 1)
     return place == (position * 2654435761 >> 8) % (count + 1)
 
 

@@ -1,0 +1,162 @@
+"""`python -m deploy.gpt_oss.exactness`: whether greedy texts are the same at K = 0 and with chains.
+
+The scripted draft of the tests proposes the text of K = 0, with a wrong token at one place or none, so that every
+accepted length occurs. The target has random weights, whose best logits are often nearly tied: a single row that is
+rounded otherwise shows soon. Prompts go through the target 64 rows at a time, since more rows have the bits of the
+library's products, which depend on their number (docs/exactness.md).
+
+Of texts that differ the file says where first, by how much the log-probability of the token at K = 0 led there, and
+whether they differ, too, when nothing runs beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from outrider.synthetic_models import synthetic_model
+from tests.end_to_end.services import Recorded
+from tests.gateway.client import Answer, Client
+from tests.processes import Service
+from tests.scripted.cluster import ANY, eventually, scripted_draft, start_gateway
+
+_TIMEOUT = 600.0
+
+
+@dataclass
+class Run:
+    """A gateway before the target and the scripted draft, and how it is asked."""
+
+    client: Client
+    streams: int
+    new_tokens: int
+
+    prompts: Sequence[Sequence[int]]
+
+    async def ask(self, index: int, chain: int, **fields: Any) -> Answer:
+        """The greedy answer to a prompt with chains of so many tokens. Its seed says where the draft is wrong."""
+        sampling = {"temperature": 0.0, "seed": index}
+        fields = {"max_new_tokens": self.new_tokens, "ignore_eos": True, "sampling": sampling, **fields}
+        return await self.client.generate(self.prompts[index], k=chain, timeout=_TIMEOUT, **fields)
+
+    async def ask_all(self, chain: int) -> list[Answer]:
+        """All answers, `streams` at a time."""
+        free = asyncio.Semaphore(self.streams)
+
+        async def ask(index: int) -> Answer:
+            async with free:
+                return await self.ask(index, chain)
+
+        return list(await asyncio.gather(*map(ask, range(len(self.prompts)))))
+
+    async def look_at(self, index: int, plain: Answer, drafted: Answer, chain: int) -> dict[str, Any]:
+        """Where two answers to one prompt part, and how close it was there."""
+        place = first_difference(plain.token_ids, drafted.token_ids)
+        assert place is not None
+        alone, with_chains = await self.ask(index, 0, logprobs=2), await self.ask(index, chain)
+        found: dict[str, Any] = {
+            "prompt": index,
+            "place": place,
+            "tokens": [plain.token_ids[place], drafted.token_ids[place]],
+            "equal_alone": alone.token_ids == with_chains.token_ids,
+            "same_as_alone": [alone.token_ids == plain.token_ids, with_chains.token_ids == drafted.token_ids],
+        }
+        if alone.token_ids[:place] == plain.token_ids[:place]:
+            top = alone.logprobs[place].top
+            found["margin"] = top[0].logprob - top[1].logprob
+            found["were_best"] = {top[0].token_id, top[1].token_id} == set(found["tokens"])
+        return found
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first place where two texts differ, or one ends; None where they are the same."""
+    pairs = enumerate(zip_longest(one, other))
+    return next((place for place, (a, b) in pairs if a != b), None)
+
+
+def random_prompts(count: int, length: int, vocabulary: int, seed: int) -> list[list[int]]:
+    """Prompts of random tokens, the same for the same seed."""
+    draw = random.Random(seed)
+    return [[draw.randrange(vocabulary) for _ in range(length)] for _ in range(count)]
+
+
+async def compare(options: argparse.Namespace, gateway: Service, recorded: Recorded) -> None:
+    """Asks for all texts at each K, and writes the file after each."""
+    vocabulary = synthetic_model(options.synthetic).target["vocab_size"]
+    prompts = random_prompts(options.prompts, options.tokens, vocabulary, options.seed)
+    found = {name: getattr(options, name) for name in ("synthetic", "prompts", "tokens", "new_tokens", "streams")}
+    found["chains"] = []
+    async with Client(gateway.address) as client:
+        run = Run(client, options.streams, options.new_tokens, prompts)
+        began = time.perf_counter()
+        plain = await run.ask_all(0)
+        found["plain_seconds"] = time.perf_counter() - began
+        recorded.add(plain)
+        for chain in map(int, options.chains.split(",")):
+            began = time.perf_counter()
+            drafted = await run.ask_all(chain)
+            result = _summary(chain, plain, drafted) | {"seconds": time.perf_counter() - began}
+            found["chains"].append(result)
+            options.json.write_text(json.dumps(found, indent=1))
+            print(result, flush=True)
+            pairs = enumerate(zip(plain, drafted, strict=True))
+            for index in [index for index, pair in pairs if _differ(*pair)][: options.look]:
+                result["differences"].append(await run.look_at(index, plain[index], drafted[index], chain))
+                options.json.write_text(json.dumps(found, indent=1))
+                print(result["differences"][-1], flush=True)
+
+
+def _differ(one: Answer, other: Answer) -> bool:
+    return one.token_ids != other.token_ids
+
+
+def _summary(chain: int, plain: Sequence[Answer], drafted: Sequence[Answer]) -> dict[str, Any]:
+    equal = sum(not _differ(*pair) for pair in zip(plain, drafted, strict=True))
+    histograms = zip_longest(*(answer.usage.acceptance_histogram for answer in drafted), fillvalue=0)
+    # How many rounds accepted 0, 1, ... tokens of their chain.
+    accepted = [sum(counts) for counts in histograms]
+    return {"chain": chain, "texts": len(plain), "equal": equal, "accepted": accepted, "differences": []}
+
+
+def main() -> None:
+    """Starts the services, and compares."""
+    parser = argparse.ArgumentParser(prog="deploy.gpt_oss.exactness", description=__doc__)
+    parser.add_argument("--synthetic", required=True, help="which model")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--kv-cache", default="8GiB")
+    parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=256, help="of each prompt")
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--chains", default="1,3,7")
+    parser.add_argument("--streams", type=int, default=8, help="requests at once; times the chain's rows at most 64")
+    parser.add_argument("--step-tokens", type=int, default=64)
+    parser.add_argument("--look", type=int, default=8, help="differing texts of each K that are looked at")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    flags = ["--synthetic", options.synthetic, "--device", options.device, "--kv-cache", options.kv_cache]
+    flags += ["--step-tokens", str(options.step_tokens)]
+    with ExitStack() as stack:
+        recorded = Recorded(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "oracle.json")
+        target = stack.enter_context(Service("target_service", *ANY, *flags, timeout=_TIMEOUT))
+        draft = stack.enter_context(
+            scripted_draft(target.address, "--attach", "--oracle", str(recorded.path), "--pattern", "places")
+        )
+        pair = f"{target.address}={draft.address}"
+        gateway = stack.enter_context(start_gateway([pair], "--allow-synthetic", "--draft-timeout", "60"))
+        eventually(lambda: gateway.metric("outrider_peer_available") == 2, 60.0, dump=[gateway])
+        asyncio.run(compare(options, gateway, recorded))
+
+
+if __name__ == "__main__":
+    main()
