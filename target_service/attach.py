@@ -64,11 +64,19 @@ class Buffers:
     `attach` and `detach` run on the event loop; the others in the engine's thread, which alone touches the memory.
     """
 
-    def __init__(self, instance_id: str, size: int, group: str | None = None, device: CudaDevice | None = None) -> None:
+    def __init__(
+        self,
+        instance_id: str,
+        size: int,
+        group: str | None = None,
+        device: CudaDevice | None = None,
+        device_size: int = 0,
+    ) -> None:
         """`size` is that of each buffer, in bytes, 0 for none; members of `group` may read them, too.
 
-        `device`: where the states are computed, None for a CPU. The first buffer of each kind is allocated at once:
-        raises OSError where there is no room, ValueError for an unknown group.
+        `device`: where the states are computed, None for a CPU; buffers in its memory have `device_size` at least. The
+        first buffer of each kind is allocated at once: raises OSError where there is no room, ValueError for an unknown
+        group.
         """
         self._instance_id = instance_id
         self._device = device
@@ -84,8 +92,8 @@ class Buffers:
             self._spares[SHARED_MEMORY] = [self._kinds[SHARED_MEMORY]()]
         if size and device is not None:
             try:
-                self._spares[CUDA_IPC] = [DeviceBuffer(device, size)]
-                self._kinds[CUDA_IPC] = lambda: DeviceBuffer(device, size)
+                self._spares[CUDA_IPC] = [DeviceBuffer(device, max(size, device_size))]
+                self._kinds[CUDA_IPC] = lambda: DeviceBuffer(device, max(size, device_size))
             except CudaError as error:
                 log.warning("no device memory is shared: %s", error)
 

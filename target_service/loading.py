@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+# On a device a draft has room for so many chunks of prompts, with the states of as many boundaries as EAGLE-3 takes.
+_CHUNKS, _BOUNDARIES = 4, 3
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -57,7 +60,8 @@ def load_target(settings: Settings, instance_id: str, metrics: TargetMetrics, de
     model = build_model(checkpoint, device, settings.dtype)
     weights = SharedWeights(model)
     limits, num_pages = size_cache(settings, model, KVCache.page_size, device)
-    buffers = _buffers(settings, instance_id, device)
+    chunk_bytes = limits.step_tokens * model.config.hidden_size * model.config.dtype.itemsize * _BOUNDARIES
+    buffers = _buffers(settings, instance_id, device, _CHUNKS * chunk_bytes)
     metrics.watch_buffers(lambda: buffers.num_attached, lambda: buffers.num_unreleased)
     graphs = graphs_of(device, wanted=settings.cuda_graphs, never_waits=model.never_waits)
     engine = TargetEngine(model, limits, num_pages, buffers, metrics, deliver, graphs, script)
@@ -89,11 +93,11 @@ def _open(settings: Settings, device: torch.device) -> tuple[Checkpoint, Tokeniz
     return Checkpoint(settings.model), TokenizerFiles.read(settings.model)
 
 
-def _buffers(settings: Settings, instance_id: str, device: torch.device) -> Buffers:
-    """Raises OSError, naming the flag, where they cannot be had."""
+def _buffers(settings: Settings, instance_id: str, device: torch.device, device_bytes: int) -> Buffers:
+    """Those of a device have at least `device_bytes`. Raises OSError, naming the flag, where they cannot be had."""
     size, group = parse_bytes(settings.shared_memory), settings.shared_memory_group or None
     try:
-        return Buffers(instance_id, size, group, cuda_memory.sharing_device(device))
+        return Buffers(instance_id, size, group, cuda_memory.sharing_device(device), device_bytes)
     except OSError as error:
         raise OSError(f"--shared-memory: {error}; 0 sends hidden states inline") from error
 

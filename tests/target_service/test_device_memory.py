@@ -35,7 +35,7 @@ def checkpoint(tmp_path_factory):
 def start_target(checkpoint, directory, fails=""):
     environment = {"FAKE_CUDA": str(directory), "FAKE_CUDA_FAILS": fails}
     flags = ["--model", checkpoint, "--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"]
-    flags += ["--shared-memory", "64KiB", "--step-tokens", "16"]
+    flags += ["--shared-memory", "64KiB", "--step-tokens", "32"]
     with Service("tests.fake_cuda", "target_service", *flags, environment=environment) as service:
         yield service
 
@@ -62,6 +62,7 @@ async def rows_of(session, draft, source, **aux):
 async def _rows_of(session, draft, aux):
     sequence = await session.open(PROMPT, aux=aux)
     prefilled, advanced = await advanced_after_prefill(session, sequence)
+    await session.close(sequence)
     events = [*prefilled, advanced]
     found = [draft.read(event) if event.hidden_states.tensor.HasField("slice") else rows(event)[1] for event in events]
     return torch.cat(found), {event.hidden_states.tensor.WhichOneof("source") for event in events}
@@ -75,7 +76,9 @@ async def test_states_come_by_the_best_transport_that_both_have(target, director
         before = target.metric("outrider_hidden_state_bytes_total", transport=name)
         draft = Draft(client, transports=transports, device=FakeDevice(directory))
         (handle,) = (await draft.attach()).buffers
-        assert (handle.transport, handle.device_uuid) == (transports[0], "one" if name == "cuda_ipc" else "")
+        found = handle.transport, handle.device_uuid, handle.size
+        # On the device four chunks of 32 rows, with three boundaries of 64 floats.
+        assert found == ((CUDA_IPC, "one", 4 * 32 * 3 * 64 * 4) if name == "cuda_ipc" else (SHARED_MEMORY, "", 65536))
         await draft.open()
         expected = await rows_of(session, draft, "data", boundaries=[1, 4])
         assert torch.equal(await rows_of(session, draft, "slice", **draft.aux), expected)
@@ -128,16 +131,6 @@ async def test_a_device_that_shares_nothing_leaves_the_hosts_memory(tmp_path, ch
         assert not list(tmp_path.iterdir()), "what cannot be shared is not held"
 
 
-async def test_a_tensor_that_is_cast_is_not_shared(tmp_path):
-    checkpoint = write_tiny_llama(tmp_path / "llama", dtype=torch.bfloat16)
-    flags = ["--model", checkpoint, "--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0", "--dtype", "float32"]
-    with Service("tests.fake_cuda", "target_service", *flags, environment={"FAKE_CUDA": str(tmp_path)}) as target:
-        async with Client(target.address) as client:
-            wanted = SHARED(tensor=SHARED.SHARED_TENSOR_EMBED_TOKENS, transport=CUDA_IPC)
-            messages = [message async for message in client.stub.FetchSharedWeights(wanted)]
-            assert messages[0].WhichOneof("payload") == "chunk"
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_model_reads_the_memory_that_it_shares(tmp_path, monkeypatch, tied):
     checkpoint = write_tiny_llama(tmp_path / "llama", dtype=torch.float32, tie_word_embeddings=tied)
@@ -148,3 +141,10 @@ def test_the_model_reads_the_memory_that_it_shares(tmp_path, monkeypatch, tied):
     assert used == [memory.bytes.data_ptr() for memory in (model.embed_memory, model.head_memory)]
     assert (used[0] == used[1]) == tied
     assert model.shared_bytes == (1 if tied else 2) * model.embed_weight.nbytes
+
+
+def test_a_tensor_that_is_cast_is_not_shared(tmp_path, monkeypatch):
+    checkpoint = write_tiny_llama(tmp_path / "llama", dtype=torch.bfloat16)
+    monkeypatch.setattr(cuda_memory, "sharing_device", lambda device: FakeDevice(tmp_path))
+    model = load_model(checkpoint, dtype="float32")
+    assert model.embed_memory is None and model.head_memory is None
