@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import random
+import shlex
 import tempfile
 import time
 from collections.abc import Sequence
@@ -142,10 +143,11 @@ def main() -> None:
     parser.add_argument("--step-tokens", type=int, default=64)
     parser.add_argument("--look", type=int, default=8, help="differing texts of each K that are looked at")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--target-flags", type=shlex.split, default=[], help="further flags of the target")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     flags = ["--synthetic", options.synthetic, "--device", options.device, "--kv-cache", options.kv_cache]
-    flags += ["--step-tokens", str(options.step_tokens)]
+    flags += ["--step-tokens", str(options.step_tokens), *options.target_flags]
     with ExitStack() as stack:
         recorded = Recorded(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "oracle.json")
         target = stack.enter_context(Service("target_service", *ANY, *flags, timeout=_TIMEOUT))

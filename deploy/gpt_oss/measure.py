@@ -18,12 +18,13 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from deploy.gpt_oss import details, table
-from deploy.gpt_oss.stages import RESULT, Stage, stages
+from deploy.gpt_oss.stages import RESULT, SERVICES, Stage, stages
 
 ROOT = Path(__file__).parents[2]
 MEASURED = "measured.json"
@@ -42,10 +43,13 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="STAGE", help="these, also where they have succeeded")
     parser.add_argument("--skip", nargs="+", default=[], metavar="STAGE")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds for all of them")
+    for service in SERVICES:
+        parser.add_argument(f"--{service}-flags", default="", help=f"further flags of a {service} that serves")
     parser.add_argument("--list", action="store_true", help="name the stages, and run none")
     options = parser.parse_args()
     cards = _count_cards()
-    everything = stages(options.model, options.device or ("cuda" if cards else "cpu"))
+    flags = {service: getattr(options, f"{service}_flags") for service in SERVICES}
+    everything = stages(options.model, options.device or ("cuda" if cards else "cpu"), flags)
     if unknown := {*options.only, *options.skip} - {stage.name for stage in everything}:
         parser.error(f"no stage is called {', '.join(sorted(unknown))}: see --list")
     if options.list:
@@ -81,7 +85,11 @@ class Results:
         """Keeps what a stage has found so far, and writes the files anew."""
         self.measured["stages"][name] = record
         _replace(self._path, json.dumps(self.measured, indent=1))
-        _replace(self.folder / "table.md", table.table(self.measured) + "\n\n" + details.details(self.measured) + "\n")
+        try:
+            text = f"{table.table(self.measured)}\n\n{details.details(self.measured)}\n"
+        except Exception:  # what was measured is worth more than how it looks
+            text = traceback.format_exc()
+        _replace(self.folder / "table.md", text)
 
     def log(self, name: str, text: str) -> None:
         """Adds a stage's whole output to the log; of a very long one the end."""
@@ -107,13 +115,14 @@ def run_stage(stage: Stage, results: Results, limit: float) -> None:
         result, output = Path(work) / "result.json", Path(work) / "output"
         command = [sys.executable, *(word.replace(RESULT, str(result)) for word in stage.command)]
         environment = {name: value.replace(RESULT, str(result)) for name, value in stage.environment.items()}
-        record = {"status": "running", "began": _now(), "command": " ".join(("python", *stage.command)), "limit": limit}
+        record: dict[str, Any] = {"began": _now(), "command": " ".join(("python", *stage.command)), "limit": limit}
         print(f"{stage.name}: {stage.about}, {limit:.0f} s at most", flush=True)
         began = time.monotonic()
 
         def keep(status: str) -> None:
             text = output.read_text(errors="replace")
-            found = {"result": _read(result), "seconds": time.monotonic() - began, "log": text[-_TAIL:]}
+            record["result"] = _read(result, record.get("result"))
+            found = {"seconds": time.monotonic() - began, "log": text[-_TAIL:]}
             results.put(stage.name, {**record, **found, "status": status})
 
         with output.open("wb") as file:
@@ -138,7 +147,7 @@ def run_stage(stage: Stage, results: Results, limit: float) -> None:
             print(textwrap.indent("\n".join(last), "    "), flush=True)
 
 
-def _wait(process: subprocess.Popen[bytes], deadline: float, keep: Any) -> str:
+def _wait(process: subprocess.Popen[bytes], deadline: float, keep: Callable[[str], None]) -> str:
     """How the process ended, or `timeout`."""
     while (left := deadline - time.monotonic()) > 0:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -157,12 +166,12 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
                 process.wait(grace)
 
 
-def _read(path: Path) -> Any:
-    """What a stage has written; None where there is nothing, or half of it."""
+def _read(path: Path, before: Any) -> Any:
+    """What a stage has written; what it had `before` where that is nothing, or half of it."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
-        return None
+        return before
 
 
 def _replace(path: Path, text: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 
 from outrider.cli import client, load, report, synthetic
@@ -42,6 +43,8 @@ def main() -> None:
     parser.add_argument("--draft-device", default="", help="absent: the target's")
     parser.add_argument("--acceptance", type=float, default=2.5, help="mean acceptance length")
     parser.add_argument("--load", nargs="+", required=True)
+    parser.add_argument("--target-flags", type=shlex.split, default=[], help="further flags of the target")
+    parser.add_argument("--draft-flags", type=shlex.split, default=[], help="further flags of the draft")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     vocabulary = synthetic_model(options.synthetic).target["vocab_size"]
@@ -54,8 +57,8 @@ def main() -> None:
     pair = PairOptions(
         model,
         model,
-        target_flags=["--device", options.device, *_SOON],
-        draft_flags=["--device", options.draft_device or options.device, *_SOON],
+        target_flags=["--device", options.device, *_SOON, *options.target_flags],
+        draft_flags=["--device", options.draft_device or options.device, *_SOON, *options.draft_flags],
         gateway_flags=[*_PATIENT, *_SOON],
     )
     print(report.synthetic_table(client.run(synthetic.run(pair, options.acceptance, loads, write))))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from outrider.synthetic_models import synthetic_model
 
+SERVICES = ("target", "draft")
 RESULT = "{result}"
 """Stands for the file that a stage writes, again and again, so that an interrupted one leaves what it has."""
 
@@ -88,13 +89,19 @@ def sizes_of(model: str) -> Sizes:
     return TINY if model == "tiny-gpt-oss" else FULL
 
 
-def stages(model: str, device: str) -> list[Stage]:
-    """All of them for a synthetic model. The tiny one runs anywhere: a rehearsal, whose times mean nothing."""
+def stages(model: str, device: str, flags: Mapping[str, str] | None = None) -> list[Stage]:
+    """All of them for a synthetic model. The tiny one runs anywhere: a rehearsal, whose times mean nothing.
+
+    `flags`: further ones of the services of SERVICES where they serve.
+    """
     sizes = sizes_of(model)
     # Without a device kernels are interpreted, and the models take their other forms.
     interpreted = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
     on_device = ("--device", device)
     synthetic = ("--synthetic", model, *on_device)
+    further = {service: f"--{service}-flags={text}" for service, text in (flags or {}).items() if text}
+    serving = (*synthetic, *further.values())
+    on_two = ("--synthetic", model, "--device", "cuda:0", "--draft-device", "cuda:1", *further.values())
     bench = ("-m", "kernels.bench", "--json", RESULT)
     return [
         Stage("machine", "what is here, and the bandwidth", 120, ("-m", "deploy.gpt_oss.machine", device, RESULT)),
@@ -124,13 +131,16 @@ def stages(model: str, device: str) -> list[Stage]:
                 *("--context", str(sizes.context), "--steps", str(sizes.steps)),
             ),
         ),
-        Stage("pair", "served, acceptance 2.5", 420, _pair(synthetic, 2.5, sizes.pair)),
-        Stage("pair-3.0", "served, acceptance 3.0", 240, _pair(synthetic, 3.0, sizes.pair_longer)),
+        Stage("pair", "served, acceptance 2.5", 420, _pair(serving, 2.5, sizes.pair)),
+        Stage("pair-3.0", "served, acceptance 3.0", 240, _pair(serving, 3.0, sizes.pair_longer)),
         Stage(
             "exactness",
             "texts at K = 1, 3, 7 beside those at K = 0",
             420,
-            ("-m", "deploy.gpt_oss.exactness", *synthetic, "--json", RESULT, *sizes.exactness),
+            (
+                *("-m", "deploy.gpt_oss.exactness", *synthetic, "--json", RESULT, *sizes.exactness),
+                *(flag for service, flag in further.items() if service == "target"),
+            ),
         ),
         *(
             Stage(f"sweep-{name}", " ".join(settings), 150, (*bench, "--only", only, "--set", *settings), interpreted)
@@ -140,7 +150,7 @@ def stages(model: str, device: str) -> list[Stage]:
             "two-cards",
             "served, the draft on a card of its own",
             300,
-            _pair(("--synthetic", model, "--device", "cuda:0", "--draft-device", "cuda:1"), 2.5, sizes.two_cards),
+            _pair(on_two, 2.5, sizes.two_cards),
             cards=2,
         ),
     ]
@@ -152,6 +162,6 @@ def _boundaries(model: str) -> str:
     return ",".join(str(layer + 1) for layer in layers)
 
 
-def _pair(synthetic: Sequence[str], acceptance: float, loads: Sequence[str]) -> tuple[str, ...]:
+def _pair(serving: Sequence[str], acceptance: float, loads: Sequence[str]) -> tuple[str, ...]:
     flags = ("--acceptance", str(acceptance), "--json", RESULT)
-    return ("-m", "deploy.gpt_oss.pair", *synthetic, *flags, "--load", *loads)
+    return ("-m", "deploy.gpt_oss.pair", *serving, *flags, "--load", *loads)
