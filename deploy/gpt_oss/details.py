@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from deploy.gpt_oss.table import Measured, found, served_rows
-
-_SERVED = ("pair", "pair-3.0", "two-cards")
+from deploy.gpt_oss.table import SERVED, Measured, found, served_rows
 
 
 def details(measured: Measured) -> str:
@@ -64,7 +62,7 @@ def _steps(measured: Measured) -> str:
 
 
 def _served(measured: Measured) -> str:
-    rows = [(stage, row) for stage in _SERVED for row in served_rows(measured, stage)]
+    rows = [(stage, row) for stage in (*SERVED.values(), "two-cards") for row in served_rows(measured, stage)]
     return _markdown(
         (
             *("stage", "in", "out", "streams", "K", "rounds by", "length", "verify", "x floor", "draft", "round"),

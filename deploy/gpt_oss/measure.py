@@ -1,8 +1,9 @@
 """`python -m deploy.gpt_oss.measure --out DIR`: all that is to be shown on a card, stage by stage, within a budget.
 
 Each stage is a process with a time limit of its own; one that fails stops none of the later ones. What there is goes
-to DIR/measured.json every few seconds and as soon as a stage ends, whole outputs to DIR/log.txt, and the table that
-docs/performance.md wants to DIR/table.md. Run again with the same folder it goes on with what has not succeeded.
+to DIR/measured.json every few seconds and as soon as a stage ends, whole outputs to DIR/log.txt, the table that
+docs/performance.md wants to DIR/table.md, and its picture to DIR/roofline.svg. Run again with the same folder it goes
+on with what has not succeeded.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy.gpt_oss import details, table
+from deploy.gpt_oss.details import details
+from deploy.gpt_oss.picture import picture
 from deploy.gpt_oss.stages import RESULT, SERVICES, Stage, stages
+from deploy.gpt_oss.table import table
 
 ROOT = Path(__file__).parents[2]
 MEASURED = "measured.json"
@@ -82,14 +85,17 @@ class Results:
         return bool(self.measured["stages"].get(name, {}).get("status") == "ok")
 
     def put(self, name: str, record: dict[str, Any]) -> None:
-        """Keeps what a stage has found so far, and writes the files anew."""
+        """Keeps what a stage has found so far, and writes the files anew. Nothing replaces no earlier result."""
+        held = self.measured["stages"].get(name)
+        if held and held["result"] is not None and record["result"] is None:
+            return
         self.measured["stages"][name] = record
         _replace(self._path, json.dumps(self.measured, indent=1))
         try:
-            text = f"{table.table(self.measured)}\n\n{details.details(self.measured)}\n"
+            _replace(self.folder / "table.md", f"{table(self.measured)}\n\n{details(self.measured)}\n")
+            _replace(self.folder / "roofline.svg", picture(self.measured))
         except Exception:  # what was measured is worth more than how it looks
-            text = traceback.format_exc()
-        _replace(self.folder / "table.md", text)
+            traceback.print_exc()
 
     def log(self, name: str, text: str) -> None:
         """Adds a stage's whole output to the log; of a very long one the end."""

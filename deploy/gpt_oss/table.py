@@ -6,6 +6,7 @@ Of several folders the results are put together, of each stage the best: one tha
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +21,7 @@ Load = tuple[int, int]  # streams, and tokens of each prompt
 NOT_MEASURED = "not measured"
 GATEWAY, PAIR = "gateway", "pair"
 # The stages that serve a pair, by their acceptance length.
-_SERVED = {2.5: "pair", 3.0: "pair-3.0"}
+SERVED = {2.5: "pair", 3.0: "pair-3.0"}
 _HEADER = ("what", "vLLM 0.26", "wanted", "aim", "measured")
 
 
@@ -55,9 +56,9 @@ def table(measured: Measured) -> str:
 
 def about(measured: Measured) -> str:
     """When, on which card, with what bandwidth and which versions."""
-    machine = found(measured, "machine") or {}
+    packages = (found(measured, "machine") or {}).get("packages", {})
     dates = sorted(record["began"][:10] for record in measured["stages"].values())
-    device, bandwidth, packages = machine.get("device", "?"), machine.get("bandwidth"), machine.get("packages", {})
+    device, bandwidth = bandwidth_of(measured)
     days = " to ".join(dict.fromkeys(dates[:1] + dates[-1:]))
     rates = (
         f"reads {bandwidth['read'] / 1e12:.2f} TB/s, copies {bandwidth['copy'] / 1e12:.2f} TB/s"
@@ -66,6 +67,16 @@ def about(measured: Measured) -> str:
     )
     versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "triton") if packages.get(name))
     return f"{days}, {device}: {rates}; synthetic {measured['model']}; {versions}."
+
+
+def bandwidth_of(measured: Measured) -> tuple[str, dict[str, float] | None]:
+    """Of what, and bytes a second: as the first stage measured it, or one that serves."""
+    if (machine := found(measured, "machine")) and "bandwidth" in machine:
+        return machine["device"], machine["bandwidth"]
+    for stage in SERVED.values():
+        if served := found(measured, stage):
+            return served["bandwidth"]["device"], served["bandwidth"]
+    return "device unknown", None
 
 
 def found(measured: Measured, stage: str) -> Any:
@@ -79,7 +90,7 @@ def served_rows(measured: Measured, stage: str) -> list[dict[str, Any]]:
 
 
 def _served(measured: Measured, load: Load, chain: int, driver: str = GATEWAY, acceptance: float = 2.5) -> Row | None:
-    rows = served_rows(measured, _SERVED[acceptance])
+    rows = served_rows(measured, SERVED[acceptance])
     wanted = (*load, chain, driver)
     return next((row for row in rows if _key(row) == wanted), None)
 
@@ -112,7 +123,7 @@ def _plain_step(measured: Measured, load: Load) -> str:
 
 
 def _decode(row: Row) -> str:
-    return f"{_per_request(row, lambda each: (each['tokens'] - 1) / each['decode_seconds']):,.0f}"
+    return f"{_per_request(row, lambda each: each['decode_tokens'] / (each['decode_seconds'] or math.inf)):,.0f}"
 
 
 def _output(row: Row) -> str:
@@ -138,7 +149,7 @@ def _with_longer(measured: Measured, load: Load, show: Callable[[Row], str]) -> 
 
 def _batch(measured: Measured, load: Load) -> str:
     """K = 0 / K = 3, and the best K, of the time in which all streams decode."""
-    rows = [row for stage in _SERVED.values() for row in served_rows(measured, stage) if _key(row)[:2] == load]
+    rows = [row for stage in SERVED.values() for row in served_rows(measured, stage) if _key(row)[:2] == load]
     plain, drafted = _served(measured, load, 0), _fastest(row for row in rows if row["draft_tokens"] == 3)
     best = _fastest(rows)
     told = _of(best, lambda row: f"K = {row['draft_tokens']} by the {row['rounds_by']}, {_steady(row)}")

@@ -95,6 +95,7 @@ class Row:
                     "messages": len(g.arrivals),
                     "time_to_first_token": g.time_to_first_token,
                     "decode_seconds": g.decode_seconds,
+                    "decode_tokens": g.decode_tokens,
                 }
                 for g in self.measurement.generations
             ],

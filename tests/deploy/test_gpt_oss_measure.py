@@ -18,9 +18,11 @@ from deploy.gpt_oss.pair import parse_load
 from deploy.gpt_oss.stages import FULL, RESULT, Stage, stages
 from deploy.gpt_oss.table import NOT_MEASURED, table, together
 
+RATES = {"device": "H", "read": 4.17e12, "copy": 4.24e12}
+
 
 def row(streams: int, prompt: int, chain: int, driver: str, **figures: Any) -> dict[str, Any]:
-    each = {"prompt_tokens": prompt, "tokens": 1501, "messages": 5, "time_to_first_token": 1.0}
+    each = {"prompt_tokens": prompt, "tokens": 1501, "decode_tokens": 1500, "time_to_first_token": 1.0}
     seconds = [{**each, "decode_seconds": value} for value in (2.0, 3.0, 90.0)]
     found = {"streams": streams, "draft_tokens": chain, "rounds_by": driver, "each": seconds, "round": 0.0}
     found |= {"verify": 0.0, "draft": 0.0, "outside": 0.0, "verify_over_floor": 1.5, "acceptance": {"length": 2.5}}
@@ -56,7 +58,13 @@ def test_figures_stand_where_they_belong() -> None:
     variants = [{"graphs": graphs, "chain": 0, "seconds": seconds} for graphs, seconds in ((False, 1), (True, 0.0023))]
     chains = [{"chain": 3, "texts": 200, "equal": 199, "accepted": [1, 2], "differences": []}]
     found = cells(
-        table(measured(pair={"rows": pair}, target_steps={"variants": variants}, exactness={"chains": chains}))
+        table(
+            measured(
+                pair={"bandwidth": RATES, "rows": pair},
+                target_steps={"variants": variants},
+                exactness={"chains": chains},
+            )
+        )
     )
     by_start = {begin: next(value for what, value in found.items() if what.startswith(begin)) for begin in (
         "plain", "whole", "- of it the", "- of it every", "TTFT", "decode tok/s, one", "decode tok/s, the", "output",
@@ -78,6 +86,7 @@ def test_figures_stand_where_they_belong() -> None:
 
 def test_what_was_not_measured_is_said() -> None:
     found = cells(table(measured()))
+    assert "H: reads 4.17 TB/s, copies 4.24 TB/s" in table(measured(pair={"bandwidth": RATES, "rows": []}))
     assert len(found) == 12 and all(NOT_MEASURED in value for value in found.values())
 
 
@@ -150,6 +159,8 @@ def test_a_stage_that_fails_or_hangs_stops_no_other(tmp_path: Path) -> None:
         with pytest.raises(ProcessLookupError):
             os.kill(int((tmp_path / "pid").read_text()), 0)
     assert again.measured["stages"]["bad"]["log"] == "said\n"
+    measure.run_stage(Stage("bad", "", 60, ("-c", "1 / 0")), again, 60)
+    assert again.measured["stages"]["bad"]["result"] == [7], "nothing replaces no earlier result"
     assert json.loads((tmp_path / "out" / "measured.json").read_text()) == again.measured
     with pytest.raises(SystemExit, match="expected results of other"):
         measure.Results(tmp_path / "out", "other")
