@@ -173,6 +173,7 @@ class DraftSession:
         self._stream: HeldStream[draft_pb2.ProposeRequest, draft_pb2.ProposeResponse] = HeldStream(
             stub.Propose(), draft_pb2.ProposeRequest, self._dispatch, self._end
         )
+        self._swept = self.now()
         self._sweeper = self._loop.call_later(_SWEEP_SECONDS, self._sweep)
 
     @property
@@ -224,7 +225,10 @@ class DraftSession:
     def _sweep(self) -> None:
         """Closes what has been unanswered for too long; the draft is used again once its health check answers."""
         self._sweeper = self._loop.call_later(_SWEEP_SECONDS, self._sweep)
-        overdue = self.now() - UNANSWERED_SECONDS
+        last, self._swept = self._swept, self.now()
+        if self._swept - last > UNANSWERED_SECONDS:
+            return  # the gateway itself stood still: what was answered meanwhile is yet to be read
+        overdue = self._swept - UNANSWERED_SECONDS
         writing = self._stream.writing_since
         blocked = writing is not None and writing < overdue
         stalled = [s for s in self.sequences.values() if blocked or (s.unanswered_since() or overdue) < overdue]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from types import SimpleNamespace
 
 import pytest
 
+from gateway.draft_session import UNANSWERED_SECONDS, DraftSession
 from gateway.fit import check_draft, check_target, common_transport
 from gateway.outlet import Outlet
 from gateway.usage import UsageCounter
@@ -111,6 +114,44 @@ async def test_a_client_that_stops_reading_is_given_up_and_one_that_reads_is_not
     idle.close()
     await draining
     assert written[-1].text == "x"
+
+
+class Answering:
+    """The call of a Propose stream on which one answer waits, as grpc.aio reads it: a few turns of the loop later."""
+
+    def __init__(self) -> None:
+        self.answered = False
+
+    async def write(self, message: draft_pb2.ProposeRequest) -> None: ...
+
+    async def read(self) -> draft_pb2.ProposeResponse:
+        if self.answered:
+            await asyncio.sleep(60)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        self.answered = True
+        event = draft_pb2.DraftEvent(sequence_id=1, proposal={"token_ids": [3], "first_position": 6})
+        return draft_pb2.ProposeResponse(events=[event])
+
+    def cancel(self) -> None: ...
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["gateway", "draft"])
+async def test_a_draft_is_not_blamed_for_a_gateway_that_stood_still(here: bool) -> None:
+    call, blamed = Answering(), []
+    call.answered = not here
+    stub = SimpleNamespace(Propose=lambda: call)
+    session = DraftSession(stub, None, lambda *_: None, lambda: blamed.append("unanswered"), blamed.append)
+    sequence = session.open(draft_pb2.DraftCommand.OpenDraft())
+    sequence.extend(common_pb2.HiddenStates(first_position=4, tensor={"shape": [1, 2]}), [7], 1)
+    if here:
+        time.sleep(UNANSWERED_SECONDS + 0.2)
+        await asyncio.sleep(0.3)
+    else:
+        while not blamed:
+            await asyncio.sleep(0.05)
+    assert (sequence.open, blamed) == ((True, []) if here else (False, ["unanswered"]))
+    session.close()
 
 
 def test_usage_counts_by_definition() -> None:
