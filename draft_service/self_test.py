@@ -25,7 +25,7 @@ from outrider.v1 import target_pb2, target_pb2_grpc
 log = logging.getLogger(__name__)
 
 NUM_TOKENS = 32  # of each of the prompts
-SECONDS = 5.0  # then what there is decides; a busy target has better things to do
+SECONDS = 15.0  # then what there is decides; a busy target has better things to do
 _FEWEST_ROWS = 64
 # Where the target writes one token most of the time, being right says nothing.
 _LARGEST_CHANCE = 0.5
