@@ -24,7 +24,7 @@ class Service:
         module: str,
         *flags: str | os.PathLike[str],
         environment: dict[str, str] | None = None,
-        timeout: float = 60,
+        timeout: float = 150,
         prefix: Sequence[str] = (),
         until: str = "",
     ) -> None:
@@ -79,7 +79,7 @@ class Service:
 
     def scrape(self) -> list[tuple[str, dict[str, str], float]]:
         """All series as (name, labels, value)."""
-        text = urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=10).read().decode()
+        text = urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=60).read().decode()
         series = []
         for line in text.splitlines():
             if match := re.match(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)$", line):
@@ -108,9 +108,9 @@ class Service:
     def kill(self) -> None:
         """SIGKILL: no drain, no goodbye."""
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
-    def stop(self, timeout: float = 30) -> int:
+    def stop(self, timeout: float = 100) -> int:
         """SIGTERM, and its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
@@ -122,7 +122,7 @@ class Service:
             self.kill()
             raise AssertionError(f"{self.module} did not stop within {timeout} s; its output:\n{self.text}") from None
 
-    def restarted(self, timeout: float = 60) -> Service:
+    def restarted(self, timeout: float = 150) -> Service:
         """A new process with the same flags at the same address."""
         flags = list(self.flags)
         flags[flags.index("--listen") + 1] = self.address

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.scripted.cluster import Cluster, scripted_cluster
+from tests.scripted.cluster import PATIENT, Cluster, scripted_cluster
 
 SCRIPT = Path(__file__).parents[2] / "deploy" / "lm_eval" / "run.py"
 
@@ -38,7 +38,7 @@ def model_class(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with scripted_cluster([[]], [[]]) as running:
+    with scripted_cluster([[]], [[]], PATIENT) as running:
         yield running
 
 

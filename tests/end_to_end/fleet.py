@@ -18,7 +18,7 @@ from tests.end_to_end.trio import HOT, start_draft
 from tests.gateway.client import Answer, Client, make_request
 from tests.models import write_tiny_llama
 from tests.processes import Service
-from tests.scripted.cluster import eventually, start_gateway
+from tests.scripted.cluster import PATIENT, eventually, start_gateway
 
 
 @dataclass
@@ -55,9 +55,9 @@ def start_fleet(folder: Path) -> Iterator[Fleet]:
         drafts = [stack.enter_context(start_draft(path, targets[0].address)) for path in paths]
         fleet = Fleet(folder, targets, drafts, [])
         fleet.write_pairs(50)
-        flags = ("--config", str(folder / "gateway.yaml"), "--grace", "3", "--draft-tokens", "3")
+        flags = ("--config", str(folder / "gateway.yaml"), "--grace", "3", "--draft-tokens", "3", *PATIENT)
         fleet.gateways += [stack.enter_context(start_gateway([], *flags)) for _ in range(2)]
-        eventually(fleet.everything_available, 10.0, dump=fleet.gateways)
+        eventually(fleet.everything_available, dump=fleet.gateways)
         try:
             yield fleet
         finally:
@@ -100,7 +100,7 @@ class Load:
     async def more(self, count: int) -> None:
         """Returns once so many more were answered."""
         wanted = self.answered + count
-        await asyncio.to_thread(eventually, lambda: self.answered >= wanted, 60.0)
+        await asyncio.to_thread(eventually, lambda: self.answered >= wanted, 120.0)
 
 
 @contextlib.asynccontextmanager

@@ -27,7 +27,7 @@ from tests.end_to_end.trio import HOT, start_draft
 from tests.gateway.client import GREEDY, Answer, Client, make_request
 from tests.models import write_tiny_gpt_oss
 from tests.processes import Service
-from tests.scripted.cluster import ANY, eventually, start_gateway
+from tests.scripted.cluster import ANY, PATIENT, start_gateway
 from tests.tokenizer_files import HARMONY_END
 
 LAYERS = 6
@@ -91,8 +91,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory):
                 LONG_CONTEXT: pool.submit(start_draft, folder / LONG_CONTEXT, *beside[1:]),
             }
         drafts = {name: stack.enter_context(started.result()) for name, started in starting.items()}
-        front = stack.enter_context(start_gateway([f"{target.address}={draft.address}" for draft in drafts.values()]))
-        eventually(lambda: front.metric("outrider_peer_available") == 4, dump=[target, *drafts.values(), front])
+        pairs = [f"{target.address}={draft.address}" for draft in drafts.values()]
+        front = stack.enter_context(start_gateway(pairs, *PATIENT))
         yield Pair(folder, target, drafts, front)
 
 

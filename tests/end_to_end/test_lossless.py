@@ -17,7 +17,7 @@ from tests.end_to_end.services import Recorded, same, start_target
 from tests.gateway.client import GREEDY, Answer, Client
 from tests.models import write_tiny_llama
 from tests.processes import Service
-from tests.scripted.cluster import scripted_draft, start_gateway
+from tests.scripted.cluster import PATIENT, scripted_draft, start_gateway
 
 PROMPTS = [[0, 17, 40, 99, 250, 31, 8], [0, 200, 201, 202], list(range(5, 80))]
 SAMPLED = {"temperature": 0.8, "seed": 1234567890123456789}
@@ -89,7 +89,7 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         static_steps() if way == "through static tensors" else nullcontext(),
         start_target(model, "--dtype", dtype) as target,
         scripted_draft(target.address, "--oracle", str(recorded.path), *["--attach"] * attached) as draft,
-        start_gateway([f"{target.address}={draft.address}"]) as gateway,
+        start_gateway([f"{target.address}={draft.address}"], *PATIENT) as gateway,
     ):
         yield Bench(gateway, recorded)
         rounds = gateway.metric("outrider_spec_decode_num_drafts_total")

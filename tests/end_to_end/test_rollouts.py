@@ -12,6 +12,7 @@ from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from tests.drafts import point
 from tests.end_to_end.fleet import Fleet, load, requests, start_fleet, undisturbed
 from tests.gateway.client import Answer
+from tests.gateway.running import wait
 from tests.processes import Service
 from tests.scripted.cluster import eventually
 
@@ -51,8 +52,8 @@ async def hang_up(fleet: Fleet, percent: float) -> None:
     fleet.write_pairs(percent)
     for gateway in fleet.gateways:
         gateway.hang_up()
-        said = f"{fleet.drafts[1].address}:{percent:g}%"
-        await asyncio.to_thread(eventually, lambda gateway=gateway, said=said: said in gateway.text.splitlines()[-1])
+    address = fleet.drafts[1].address
+    await wait(lambda: all(g.metric("outrider_draft_share", address=address) == percent / 100 for g in fleet.gateways))
 
 
 async def test_a_canary_is_tried_promoted_and_withdrawn(fleet: Fleet, plain: Sequence[Answer]) -> None:
@@ -64,7 +65,9 @@ async def test_a_canary_is_tried_promoted_and_withdrawn(fleet: Fleet, plain: Seq
             await running.more(len(CASES))  # that may have begun before
             before = {name: begun_with(fleet, name) for name in ("one", "two")}
             await running.more(6)
-            assert begun_with(fleet, unused) == before[unused] and begun_with(fleet, used) > before[used]
+            while begun_with(fleet, used) == before[used]:
+                await running.more(1)
+            assert begun_with(fleet, unused) == before[unused]
         await hang_up(fleet, 50)
     for name in ("one", "two"):
         for stem in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
@@ -79,7 +82,7 @@ async def test_new_weights_of_a_draft_leave_its_target_as_it_is(fleet: Fleet, pl
         await running.more(2)
         point(fleet.folder / "current", fleet.folder / "three")
         draft.hang_up()
-        await asyncio.to_thread(eventually, lambda: begun_with(fleet, "three") > 0, 20.0)
+        await wait(lambda: begun_with(fleet, "three") > 0)
         await running.more(4)
     after = await draft_info(draft)
     assert (before.model, after.model) == ("one", "three")
@@ -89,30 +92,42 @@ async def test_new_weights_of_a_draft_leave_its_target_as_it_is(fleet: Fleet, pl
     point(fleet.folder / "current", fleet.folder / "one")
 
 
+def recoveries(fleet: Fleet, reason: str) -> float:
+    """How often requests lost their target, on both gateways."""
+    return sum(g.metric("outrider_request_recoveries_total", reason=reason) for g in fleet.gateways)
+
+
+def in_use(service: Service) -> bool:
+    """Whether requests of both gateways run on it; a gateway spreads its own over the targets."""
+    return service.metric("outrider_num_requests_running") >= 2
+
+
 async def test_each_service_is_rolled_out_in_turn(fleet: Fleet, plain: Sequence[Answer]) -> None:
     async with load(fleet, CASES, plain) as running:
         for services in (fleet.drafts, fleet.targets, fleet.gateways):
             await running.more(2)
-            assert await asyncio.to_thread(services[0].stop, 20) == 0
+            if services is fleet.targets:
+                await wait(lambda: in_use(fleet.targets[0]))
+            assert await asyncio.to_thread(services[0].stop) == 0
             await running.more(2)
             services[0] = await asyncio.to_thread(services[0].restarted)
-            await asyncio.to_thread(eventually, fleet.everything_available, 20.0)
-    recoveries = {
-        reason: fleet.gateways[1].metric("outrider_request_recoveries_total", reason=reason)
-        for reason in ("LOST", "DRAINING")
-    }
-    assert recoveries["LOST"] == 0 < recoveries["DRAINING"]
+            await wait(fleet.everything_available)
+            if services is fleet.targets:
+                assert recoveries(fleet, "LOST") == 0 < recoveries(fleet, "DRAINING")
 
 
 async def test_each_service_is_killed_in_turn(fleet: Fleet, plain: Sequence[Answer]) -> None:
     async with load(fleet, CASES, plain) as running:
         for services in (fleet.drafts, fleet.targets, fleet.gateways):
             await running.more(2)
+            if services is fleet.targets:
+                await wait(lambda: in_use(fleet.targets[1]))
             services[1].kill()
             await running.more(2)
+            if services is fleet.targets:
+                assert recoveries(fleet, "LOST") > 0
             services[1] = await asyncio.to_thread(services[1].restarted)
-            await asyncio.to_thread(eventually, fleet.everything_available, 20.0)
-    assert fleet.gateways[0].metric("outrider_request_recoveries_total", reason="LOST") > 0
+            await wait(fleet.everything_available)
 
 
 def test_nothing_is_left_behind(fleet: Fleet) -> None:
@@ -124,5 +139,5 @@ def test_nothing_is_left_behind(fleet: Fleet) -> None:
             for service in (*fleet.targets, *fleet.drafts, *fleet.gateways)
         ) and all(target.metric("outrider_kv_cache_usage_perc") == 0 for target in fleet.targets)
 
-    eventually(at_rest, 5.0, dump=[*fleet.targets, *fleet.drafts, *fleet.gateways])
-    eventually(lambda: all(target.metric("outrider_unreleased_slices") == 0 for target in fleet.targets), 5.0)
+    eventually(at_rest, dump=[*fleet.targets, *fleet.drafts, *fleet.gateways])
+    eventually(lambda: all(target.metric("outrider_unreleased_slices") == 0 for target in fleet.targets))

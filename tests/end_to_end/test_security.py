@@ -17,7 +17,7 @@ from tests.end_to_end.services import same, start_target
 from tests.end_to_end.trio import HOT, Trio, start_draft, trio
 from tests.gateway.client import Client, make_request
 from tests.processes import Service
-from tests.scripted.cluster import eventually, start_gateway
+from tests.scripted.cluster import ANY, eventually, start_gateway
 
 CASE = {"sampling": {**HOT, "seed": 5}, "max_new_tokens": 60, "ignore_eos": True}
 
@@ -86,7 +86,7 @@ def outrider(*arguments: str, environment: dict[str, str] | None = None) -> subp
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
 
@@ -120,14 +120,14 @@ async def test_a_gateway_that_is_not_let_in_says_why(secured: Secured, tmp_path:
     peers = ["--peer-ca-certs", str(secured.gateway.authorities), *secured.gateway.identity_flags()]
     tokens = ["--target-token-file", str(secured.target.tokens), "--draft-token-file", str(wrong)]
     security = CommandSecurity(secured.client.authorities).towards_gateway()
-    with start_gateway([f"{target.address}={draft.address}"], *peers, *tokens) as gateway:
+    with start_gateway([f"{target.address}={draft.address}"], *peers, *tokens, all_there=False) as gateway:
         eventually(lambda: "UNAUTHENTICATED: outrider.v1.DraftService: " in gateway.text)
         async with Client(gateway.address, security) as client:  # slower, never wrong
             assert not any((await client.generate(**CASE)).from_draft)
-    with pytest.raises(AssertionError, match="did not become ready") as caught:
-        Service("gateway", "--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0", "--pair", target.address,
-                "--peer-ca-certs", str(secured.gateway.authorities), timeout=3)  # fmt: skip
-    assert "health of outrider.v1.TargetService: UNAVAILABLE" in str(caught.value)
+    said = "health of outrider.v1.TargetService: UNAVAILABLE"
+    flags = ("--pair", target.address, "--peer-ca-certs", str(secured.gateway.authorities))
+    with Service("gateway", *ANY, *flags, until=said) as gateway:
+        assert not gateway.address
 
 
 async def test_a_rotation_under_a_running_stream(secured: Secured) -> None:
@@ -148,7 +148,7 @@ async def test_a_rotation_under_a_running_stream(secured: Secured) -> None:
     eventually(lambda: services.gateway.metric("outrider_peer_available", kind="draft") == 0)
     flags = [*draft_flags(secured.draft, secured.target), "--listen", services.draft.address]
     services.draft = start_draft(model_of(services.draft), services.target.address, *flags)
-    eventually(lambda: services.gateway.metric("outrider_peer_available", kind="draft") == 1, seconds=10)
+    eventually(lambda: services.gateway.metric("outrider_peer_available", kind="draft") == 1)
     async with secured.connected() as client:
         assert sum((await client.generate(k=3, **CASE)).from_draft) > 5
 
@@ -163,7 +163,7 @@ async def test_a_rotation_under_a_running_stream(secured: Secured) -> None:
 )
 def test_no_service_listens_to_other_machines_unsecured(module: str, flags: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", module, *flags, "--listen", "0.0.0.0:0"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", module, *flags, "--listen", "0.0.0.0:0"], capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 1
     assert "--listen 0.0.0.0:0 is open to other machines: expected --ssl-certfile" in done.stderr

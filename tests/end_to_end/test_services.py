@@ -15,7 +15,7 @@ from outrider.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.end_to_end.services import same
 from tests.end_to_end.trio import HOT, Trio, trio
 from tests.gateway.client import Answer, Client, make_request
-from tests.scripted.cluster import eventually
+from tests.scripted.cluster import eventually, within_two_seconds
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def requests(count: int, tokens: int = 40) -> list[dict[str, Any]]:
     ]
 
 
-async def generate(services: Trio, cases: Iterable[dict[str, Any]], k: int, timeout: float = 60) -> list[Answer]:
+async def generate(services: Trio, cases: Iterable[dict[str, Any]], k: int, timeout: float = 150) -> list[Answer]:
     """All at once."""
     async with Client(services.gateway.address) as client:
         return list(await asyncio.gather(*(client.generate(k=k, timeout=timeout, **case) for case in cases)))
@@ -63,7 +63,7 @@ async def test_answers_do_not_change_with_load_or_with_a_draft(services: Trio) -
         check(answers, plain)
         accepted = sum(answer.usage.accepted_tokens for answer in answers)
         assert (accepted > 20) == (k > 0), "two hot models that share their noise agree often"
-    eventually(services.at_rest, 2.0, dump=services.services)
+    eventually(services.at_rest, dump=services.services)
 
 
 async def test_cancelled_streams_leave_nothing_behind(services: Trio) -> None:
@@ -75,8 +75,8 @@ async def test_cancelled_streams_leave_nothing_behind(services: Trio) -> None:
 
     async with Client(services.gateway.address) as client:
         await asyncio.gather(*(cancelled(client, index) for index in range(16)))
-    eventually(services.at_rest, 2.0, dump=services.services)
-    eventually(services.all_slices_back, 3.0, dump=services.services)
+    within_two_seconds(services.at_rest, services.services)
+    eventually(services.all_slices_back, dump=services.services)
 
 
 async def test_a_draft_stalled_killed_and_restarted_at_random(services: Trio) -> None:
@@ -96,8 +96,8 @@ async def test_a_draft_stalled_killed_and_restarted_at_random(services: Trio) ->
     eventually(lambda: services.gateway.metric("outrider_peer_available", kind="draft") == 1)
     (again,) = await generate(services, cases[:1], k=3)
     assert again.usage.accepted_tokens > 0
-    eventually(services.at_rest, 2.0, dump=services.services)
-    eventually(services.all_slices_back, 3.0, dump=services.services)
+    eventually(services.at_rest, dump=services.services)
+    eventually(services.all_slices_back, dump=services.services)
 
 
 async def test_a_target_killed_and_restarted(services: Trio) -> None:
@@ -111,10 +111,10 @@ async def test_a_target_killed_and_restarted(services: Trio) -> None:
     services.target = await asyncio.to_thread(services.target.restarted)
     check(await running, plain)
     assert services.gateway.metric("outrider_request_recoveries_total", reason="LOST") == 3
-    eventually(lambda: services.gateway.metric("outrider_peer_available", kind="draft") == 1, 10.0)
+    eventually(lambda: services.gateway.metric("outrider_peer_available", kind="draft") == 1)
     (again,) = await generate(services, cases[:1], k=3)
     assert again.usage.accepted_tokens > 0
-    eventually(services.at_rest, 2.0, dump=services.services)
+    eventually(services.at_rest, dump=services.services)
 
 
 BAD: dict[str, tuple[gateway_pb2.GenerateRequest, str]] = {
@@ -185,7 +185,7 @@ async def test_a_cache_too_small_for_all_is_a_pause(tmp_path: Path) -> None:
             check(await generate(services, cases, k), plain)
         assert services.target.metric("outrider_num_preemptions_total") > 0
         assert services.gateway.metric("outrider_request_recoveries_total", reason="PREEMPTED") > 0
-        eventually(services.at_rest, 2.0, dump=services.services)
+        eventually(services.at_rest, dump=services.services)
 
 
 async def test_prompt_logprobs_of_a_large_step_fit_the_messages_of_any_client(tmp_path: Path) -> None:
@@ -202,8 +202,8 @@ async def test_a_prompt_of_20000_tokens_goes_inline(tmp_path: Path) -> None:
     with trio(tmp_path, target=flags, **shape) as services:
         prompt = [2 + i * i % 300 for i in range(20000)]
         cases = [{"prompt": prompt, "sampling": {**HOT, "seed": 1}, "max_new_tokens": 12, "ignore_eos": True}]
-        plain = await generate(services, cases, k=0, timeout=100)
-        check(await generate(services, cases, k=4, timeout=100), plain)
+        plain = await generate(services, cases, k=0)
+        check(await generate(services, cases, k=4), plain)
         assert services.target.metric("outrider_hidden_state_bytes_total", transport="shared_memory") == 0
         assert services.draft.metric("outrider_draft_rows_total") >= 20000
         assert services.draft.metric("outrider_draft_gaps_total") == 0

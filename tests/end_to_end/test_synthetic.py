@@ -35,13 +35,12 @@ def pair() -> Iterator[tuple[Service, Service]]:
 
 async def serving(service: Service) -> bool:
     async with grpc.aio.insecure_channel(service.address) as channel:
-        return await is_serving(channel, "outrider.v1.GatewayService")
+        return await is_serving(channel, "outrider.v1.GatewayService", timeout=60)
 
 
 async def test_a_pair_is_driven_by_its_script(pair: tuple[Service, Service]) -> None:
     target, draft = pair
     with start_gateway([f"{target.address}={draft.address}"], "--allow-synthetic", "--draft-timeout", "30") as gateway:
-        await asyncio.to_thread(eventually, lambda: gateway.metric("outrider_peer_available") == 2, 20.0)
         async with Client(gateway.address) as client:
             request = make_request(PROMPT, k=CHAIN, sampling={"temperature": 0.0, "seed": SEED}, max_new_tokens=TOKENS)
             request.ignore_eos = True
@@ -69,9 +68,9 @@ async def test_a_draft_takes_its_embedding_from_the_target_and_says_what_it_is(p
 async def test_every_other_gateway_refuses_it_and_says_why(pair: tuple[Service, Service]) -> None:
     """Beside a target that serves clients, so that there is a gateway that got ready."""
     target, _ = pair
-    with scripted_target() as good, start_gateway([target.address, good.address]) as gateway:
+    with scripted_target() as good, start_gateway([target.address, good.address], all_there=False) as gateway:
         refused = {"kind": "target", "address": target.address, "reason": "synthetic"}
-        await asyncio.to_thread(eventually, lambda: gateway.metric("outrider_peer_refused", **refused) == 1, 10.0)
+        await asyncio.to_thread(eventually, lambda: gateway.metric("outrider_peer_refused", **refused) == 1)
         assert f"target {target.address} is refused: target synthetic-tiny-gpt-oss is synthetic" in gateway.text
         assert await serving(gateway)
         good.kill()
@@ -82,7 +81,7 @@ async def test_every_other_gateway_refuses_it_and_says_why(pair: tuple[Service, 
 def test_only_this_machine_reaches_a_gateway_that_serves_it() -> None:
     flags = ["--pair", "127.0.0.1:1", "--allow-synthetic", "--listen", "0.0.0.0:0", "--insecure"]
     done = subprocess.run(
-        [sys.executable, "-m", "gateway", *flags], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "gateway", *flags], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 2
     assert "--allow-synthetic: expected --listen on a loopback address" in " ".join(done.stderr.split())

@@ -13,7 +13,7 @@ from tests.end_to_end.services import same, start_target
 from tests.end_to_end.trio import HOT, start_draft
 from tests.gateway.client import Client
 from tests.models import write_tiny_llama
-from tests.scripted.cluster import eventually, start_gateway
+from tests.scripted.cluster import PATIENT, eventually, start_gateway
 from tests.tokenizer_files import write_harmony_tokenizer
 
 CASE = {"sampling": {**HOT, "seed": 1}, "max_new_tokens": 40, "ignore_eos": True}
@@ -26,8 +26,7 @@ async def test_a_draft_with_another_tokenizer(tmp_path: Path) -> None:
     (draft_model / "tokenizer.json").write_text(json.dumps(content))
     with start_target(model) as first, start_draft(draft_model, first.address) as draft:
         assert "tokenizer: the target's: " in draft.text
-        with start_gateway([f"{first.address}={draft.address}"]) as gateway:
-            eventually(lambda: gateway.metric("outrider_peer_available") == 2)
+        with start_gateway([f"{first.address}={draft.address}"], *PATIENT) as gateway:
             async with Client(gateway.address) as client:
                 plain = await client.generate(k=0, **CASE)
                 answer = await client.generate(k=3, **CASE)
@@ -36,9 +35,9 @@ async def test_a_draft_with_another_tokenizer(tmp_path: Path) -> None:
                 first.kill()
                 write_harmony_tokenizer(model)
                 with await asyncio.to_thread(first.restarted) as target:
-                    eventually(lambda: "waiting for a target that fits" in draft.text, 10, dump=[draft])
-                    eventually(lambda: gateway.metric("outrider_peer_available", kind="target") == 1, 10)
-                    assert gateway.metric("outrider_peer_available", kind="draft") == 0
+                    eventually(lambda: "waiting for a target that fits" in draft.text, dump=[draft])
+                    eventually(lambda: gateway.metric("outrider_peer_available", kind="target") == 1)
+                    eventually(lambda: gateway.metric("outrider_peer_available", kind="draft") == 0)
                     answer = await client.generate(k=3, **CASE)
                     assert answer.token_ids == plain.token_ids and answer.usage.draft_tokens == 0
                     with pytest.raises(AssertionError) as refused:

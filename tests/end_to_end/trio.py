@@ -11,7 +11,7 @@ from tests.drafts import write_tiny_draft
 from tests.end_to_end.services import start_target
 from tests.models import write_tiny_llama
 from tests.processes import Service
-from tests.scripted.cluster import ANY, eventually, start_gateway
+from tests.scripted.cluster import ANY, PATIENT, start_gateway
 
 # Both models are random, but at a high temperature they mostly follow the noise that they share.
 HOT = {"temperature": 4.0}
@@ -63,8 +63,7 @@ def trio(
     with contextlib.ExitStack() as stack:
         started = stack.enter_context(start_target(target_model, *target))
         beside = stack.enter_context(start_draft(draft_model, started.address, *draft))
-        front = stack.enter_context(start_gateway([f"{started.address}={beside.address}"], *gateway))
-        eventually(lambda: front.metric("outrider_peer_available") == 2, dump=[started, beside, front])
+        front = stack.enter_context(start_gateway([f"{started.address}={beside.address}"], *PATIENT, *gateway))
         services = Trio(started, beside, front)
         try:
             yield services

@@ -101,12 +101,12 @@ class Client:
         self.stub = gateway_pb2_grpc.GatewayServiceStub(self.channel)
 
     async def generate(
-        self, prompt: Any = (5, 6, 7), k: int | None = None, timeout: float = 30, request_id: str = "", **fields: Any
+        self, prompt: Any = (5, 6, 7), k: int | None = None, timeout: float = 120, request_id: str = "", **fields: Any
     ) -> Answer:
         """The whole answer to one request. Scripted services take orders from its id."""
         return await self.send(make_request(prompt, k, **fields), timeout, request_id)
 
-    async def send(self, request: gateway_pb2.GenerateRequest, timeout: float = 30, request_id: str = "") -> Answer:
+    async def send(self, request: gateway_pb2.GenerateRequest, timeout: float = 120, request_id: str = "") -> Answer:
         """The whole answer to one request."""
         answer = Answer()
         metadata = [("x-request-id", request_id)] if request_id else None

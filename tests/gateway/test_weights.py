@@ -13,7 +13,7 @@ import yaml
 
 from outrider.v1 import gateway_pb2
 from tests.gateway.client import Client, make_request
-from tests.gateway.test_faults import run
+from tests.gateway.running import accepted_tokens, endless, run, wait
 from tests.processes import Service
 from tests.scripted.cluster import eventually, scripted_cluster, scripted_draft, scripted_target, start_gateway
 
@@ -48,11 +48,11 @@ def both_there(gateway: Service) -> bool:
 async def test_requests_are_shared_by_weight(beside: list[Service]) -> None:
     target, old, new = beside
     with start_gateway([f"{target.address}={old.address},{new.address}:20%"]) as gateway:
-        eventually(lambda: both_there(gateway))
         async with Client(gateway.address) as client:
-            await run(client, count=8, requests=200)
+            for _ in range(10):
+                await run(client, count=8, requests=20)
             begun = requests_of(gateway)
-            assert sum(begun) == 200 and 12 < begun[1] < 68, "40 are expected, give or take 5.7"
+            assert sum(begun) >= 200 and 12 < begun[1] < 68, "40 are expected, give or take 5.7"
             (model,) = (await client.stub.ListModels(gateway_pb2.ListModelsRequest())).models
             assert [(d.draft_model, d.percent, d.available) for d in model.draft_shares] == [
                 ("old", 80, True),
@@ -69,8 +69,8 @@ async def test_requests_are_shared_by_weight(beside: list[Service]) -> None:
             assert gateway.metric("outrider_spec_decode_fallback_total", draft_model=name, reason="draft_late") >= 0
             assert gateway.metric("outrider_draft_share", draft_model=name) in (0.2, 0.8)
             assert {f"outrider_spec_decode_num_{stem}_total" for stem in ("drafts", "draft_tokens")} <= series
-        gateway.dump()
-        eventually(lambda: f"draft {new.address} available sequences=0 weight=20% model=new" in gateway.text)
+        line = f"draft {new.address} available sequences=0 weight=20% model=new"
+        eventually(lambda: gateway.dump() or line in gateway.text)
 
 
 def _named(draft: str) -> gateway_pb2.GenerateRequest:
@@ -85,7 +85,6 @@ async def test_a_draft_asked_for_by_name_is_found_beside_any_target(beside: list
         scripted_target() as other,
         start_gateway([f"{target.address}={old.address},{new.address}:0%", other.address]) as gateway,
     ):
-        eventually(lambda: gateway.metric("outrider_peer_available") == 4)
         async with Client(gateway.address) as client:
             await asyncio.gather(*(client.send(_named("new")) for _ in range(8)))
             assert requests_of(gateway) == (0, 8)
@@ -96,14 +95,13 @@ async def test_a_draft_asked_for_by_name_is_found_beside_any_target(beside: list
 async def test_a_draft_that_fails_hands_its_requests_to_the_other(beside: list[Service]) -> None:
     target, old, new = beside
     with start_gateway([f"{target.address}={old.address},{new.address}:50%"]) as gateway:
-        eventually(lambda: both_there(gateway))
         async with Client(gateway.address) as client:
-            running = asyncio.create_task(run(client, count=400, requests=8, orders="delay=0.005,pattern=right"))
-            await asyncio.to_thread(eventually, lambda: sum(requests_of(gateway)) == 8)
-            old.kill()
-            answers = await running
-            assert requests_of(gateway)[1] == 8, "some requests have not moved"
-            assert all(sum(answer.from_draft) > 200 for answer in answers)
+            async with endless(client, requests=8, orders="delay=0.02,pattern=right"):
+                await wait(lambda: sum(requests_of(gateway)) >= 8)
+                old.kill()
+                await wait(lambda: requests_of(gateway)[1] >= 8)  # all that it had have moved
+                before = accepted_tokens(gateway, draft_model="new")
+                await wait(lambda: accepted_tokens(gateway, draft_model="new") > before + 100)
             # A draft that refuses a sequence, and lives on, hands it over, too.
             beside[1] = await asyncio.to_thread(old.restarted)
             eventually(lambda: both_there(gateway))
@@ -121,16 +119,18 @@ async def test_weights_and_pairs_change_while_requests_run(beside: list[Service]
 
     async def hang_up(gateway: Service, said: str) -> None:
         gateway.hang_up()
-        await asyncio.to_thread(eventually, lambda: said in gateway.text)
+        await wait(lambda: said in gateway.text)
 
     write(f"{target.address}={old.address}")
     with start_gateway([], "--config", str(config)) as gateway:
-        async with Client(gateway.address) as client:
-            running = asyncio.create_task(run(client, count=700, requests=4, orders="delay=0.005,pattern=right"))
+        eventually(lambda: gateway.metric("outrider_peer_available") == 2)
+        async with Client(gateway.address) as client, contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(endless(client, requests=4, orders="delay=0.02,pattern=right"))
+            await wait(lambda: old.metric("outrider_num_sequences") == 4)
             write(f"{target.address}={old.address},{new.address}:0%", draft_tokens=3)
             await hang_up(gateway, f"pairs are now {target.address}={old.address}:100%,{new.address}:0%")
             assert "draft_tokens has changed, which takes a restart" in gateway.text
-            await asyncio.to_thread(eventually, lambda: both_there(gateway))
+            await wait(lambda: both_there(gateway))
             await run(client, count=20)
             assert requests_of(gateway)[1] == 0
             await client.send(_named("new"))
@@ -150,13 +150,11 @@ async def test_weights_and_pairs_change_while_requests_run(beside: list[Service]
             await run(client, count=20)
             assert requests_of(gateway)[1] == 1
             # Promoted, and the old one withdrawn, under the requests that it serves.
-            assert not running.done()
             write(f"{target.address}={new.address}")
             await hang_up(gateway, f"pairs are now {target.address}={new.address}:100%")
             assert gateway.metric("outrider_last_reload_successful") == 1
-            await running
-            assert requests_of(gateway)[1] == 5
-            await asyncio.to_thread(eventually, lambda: old.metric("outrider_num_sequences") == 0)
+            await wait(lambda: requests_of(gateway)[1] == 5)
+            await wait(lambda: old.metric("outrider_num_sequences") == 0)
             assert [labels["address"] for name, labels, _ in gateway.scrape() if name == "outrider_draft_share"] == [
                 new.address
             ]
@@ -169,14 +167,13 @@ async def test_a_target_that_leaves_the_pairs_keeps_its_requests_until_another_t
     config = tmp_path / "gateway.yaml"
     config.write_text(f"pair: ['{target.address}={new.address}']")
     with scripted_target("--delay", "0.001") as other, start_gateway([], "--config", str(config)) as gateway:
-        async with Client(gateway.address) as client:
-            running = asyncio.create_task(run(client, count=600, requests=4, orders="delay=0.005"))
-            await asyncio.to_thread(eventually, lambda: target.metric("outrider_num_sequences") == 4)
+        async with Client(gateway.address) as client, endless(client, requests=4) as streams:
+            await wait(lambda: target.metric("outrider_num_sequences") == 4)
             config.write_text(f"pair: ['{other.address}']")
             gateway.hang_up()
-            await asyncio.to_thread(eventually, lambda: other.metric("outrider_num_sequences") == 4)
-            assert target.metric("outrider_num_sequences") == 0
-            await running
+            await wait(lambda: other.metric("outrider_num_sequences") == 4)
+            await wait(lambda: target.metric("outrider_num_sequences") == 0)
+            await streams.more()
 
 
 def test_pairs_of_the_command_line_are_not_replaced_by_a_file(beside: list[Service], tmp_path: Path) -> None:
