@@ -28,12 +28,12 @@ class DraftClient:
         await self.channel.close()
 
     async def info(self) -> draft_pb2.GetDraftInfoResponse:
-        return await self.stub.GetDraftInfo(draft_pb2.GetDraftInfoRequest(), timeout=10)
+        return await self.stub.GetDraftInfo(draft_pb2.GetDraftInfoRequest(), timeout=60)
 
     async def send(self, *commands: draft_pb2.DraftCommand) -> None:
         await self.call.write(draft_pb2.ProposeRequest(commands=commands))
 
-    async def event(self, timeout: float = 10) -> draft_pb2.DraftEvent:
+    async def event(self, timeout: float = 60) -> draft_pb2.DraftEvent:
         """The next event of the session."""
         while not self._events:
             answer = await asyncio.wait_for(self.call.read(), timeout)
@@ -77,12 +77,10 @@ async def until_serving(service, wanted):
     client = DraftClient(service.address)
     try:
         if wanted:
-            await wait_serving(client.channel, SERVICE, 15)
+            await wait_serving(client.channel, SERVICE, 100)
             return
-        for _ in range(500):
-            if not await is_serving(client.channel, SERVICE):
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError("still serving after 5 s")
+        async with asyncio.timeout(100):
+            while await is_serving(client.channel, SERVICE, timeout=60):
+                await asyncio.sleep(0.01)
     finally:
         await client.close()

@@ -15,6 +15,7 @@ from target_service.models import ForwardBatch, load_model
 from tests.drafts import write_tiny_draft
 from tests.models import write_tiny_gpt_oss, write_tiny_llama
 from tests.processes import Service
+from tests.scripted.cluster import PATIENT, start_gateway
 
 ANY = ("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0")
 BOUNDARIES = (1, 2, 3)
@@ -44,8 +45,8 @@ def test_rows_through_shared_memory_chunks_rejections_and_preemption(tmp_path):
 
 
 def test_rows_inline_past_the_window_and_beyond_gaps(tmp_path):
-    # bfloat16, and the PyTorch form, whose slower steps last longer than a draft's stall of more than a second: the
-    # gateway then opens its sequences anew in mid-answer.
+    # bfloat16, and the PyTorch form. Steps take their time, so that the answers outlast a draft's stall of more than a
+    # second: the gateway then opens its sequences anew in mid-answer.
     flags = ("--step-tokens", "32", "--shared-memory", "0")
     with services(tmp_path, write_tiny_gpt_oss, flags, stall=20, form="torch") as (_, draft, gateway):
         prompts = random_prompts(150, 40)
@@ -79,7 +80,8 @@ def services(folder, write_target, flags, stall=0, form="auto", eagle_config=Non
     }
     with contextlib.ExitStack() as stack:
         model = write_target(folder / "target")
-        target = stack.enter_context(Service("target_service", *ANY, "--model", model, *flags, environment=environment))
+        module = "tests.draft_service.slow_target" if stall else "target_service"
+        target = stack.enter_context(Service(module, *ANY, "--model", model, *flags, environment=environment))
         draft_flags = (
             "--model",
             write_tiny_draft(folder / "draft", eagle_config=eagle_config),
@@ -87,7 +89,7 @@ def services(folder, write_target, flags, stall=0, form="auto", eagle_config=Non
             target.address,
         )
         draft = stack.enter_context(Service("tests.draft_service.auditor", *ANY, *draft_flags, environment=environment))
-        gateway = stack.enter_context(Service("gateway", *ANY, "--pair", f"{target.address}={draft.address}"))
+        gateway = stack.enter_context(start_gateway([f"{target.address}={draft.address}"], *PATIENT))
         yield target, draft, gateway
 
 
@@ -121,7 +123,7 @@ async def generate_all(address, prompts, new_tokens, chain):
                 speculation={"max_draft_tokens": chain},
             )
             tokens, usage = [], None
-            async for message in stub.Generate(request, timeout=90):
+            async for message in stub.Generate(request, timeout=250):
                 tokens += message.token_ids
                 usage = message.usage if message.finish_reason else usage
             return tokens, usage

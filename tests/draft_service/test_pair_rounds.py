@@ -55,7 +55,7 @@ async def asked(pair: PairSocket, *commands: draft_pb2.DraftCommand) -> list[dra
     """What the draft answers through the socket to one packet, one event a command."""
     assert pair.send(draft_pb2.ProposeRequest(commands=commands))
     events: list[draft_pb2.DraftEvent] = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         while len(events) < len(commands):
             for packet in pair.receive():
                 events += draft_pb2.ProposeResponse.FromString(packet).events
@@ -111,7 +111,7 @@ async def test_slices_are_released_even_where_nobody_wants_them(served) -> None:
     command.extend.hidden_states.tensor.CopyFrom(reference(states.dtype, states.shape, place))
     (event,) = await asked(stub.pair, command)
     assert event.error.code == 5
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(100):
         while stub.writer.num_unreleased:
             await asyncio.sleep(0.01)
 
@@ -123,7 +123,7 @@ async def test_a_target_that_babbles_loses_the_socket_and_gets_another_and_sessi
     client = DraftClient(service.address)
     await client.send(open_linked(1))
     first._end.send(b"\xff\xff\xff no message")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         while stub.pair is first:
             await asyncio.sleep(0.005)
     first.receive()

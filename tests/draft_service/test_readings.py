@@ -74,7 +74,7 @@ def test_another_reading_that_wins_is_named_with_what_to_set(folder):
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=250,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr

@@ -74,7 +74,7 @@ async def test_new_weights_take_over(served: Service, link: Path) -> None:
     point(link, link.parent / "two")
     served.hang_up()
     with pytest.raises(grpc.aio.AioRpcError, match="takes up new weights") as ended:
-        await client.event(timeout=20)
+        await client.event()
     assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
     await client.close()
     await asyncio.to_thread(eventually, lambda: served.metric("outrider_draft_attached", draft_model="two") == 1)
@@ -102,7 +102,7 @@ async def test_what_does_not_fit_is_refused(served: Service, link: Path) -> None
         await asyncio.to_thread(
             eventually, lambda name=name: f"SIGHUP: {bad / name}" in served.text.replace("SIGHUP: loading", "")
         )
-        assert served.metric("outrider_last_reload_successful") == 0
+        await asyncio.to_thread(eventually, lambda: served.metric("outrider_last_reload_successful") == 0)
     assert served.text.count("the old weights go on serving") == len(cases) + 2
     info, again = await proposed(served)
     assert (info, again) == (before, tokens)

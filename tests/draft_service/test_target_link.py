@@ -32,8 +32,10 @@ async def test_tensors_are_fetched_checked_and_resumed_and_the_attachment_is_ren
         before = await client.propose(extend_draft(1, 0, states, tokens, 3))
         assert list(before.token_ids) == chain_of(directory, embed, head, states, tokens)
         # The attachment ends, the target stays: the same weights serve on, and so do the sessions.
+        (attached,) = stub.attached.values()
         stub.detach()
-        await until_serving(service, False)
+        while list(stub.attached.values()) in ([], [attached]):
+            await asyncio.sleep(0.01)
         await until_serving(service, True)
         assert (await client.info()).instance_id == first.instance_id and len(stub.fetches) == 4
         assert (await client.propose(extend_draft(1, 0, states, tokens, 3))).token_ids == before.token_ids
@@ -58,8 +60,9 @@ async def test_tensors_are_fetched_checked_and_resumed_and_the_attachment_is_ren
         misfit = StubTarget(embed[:, :32].contiguous(), head)
         misfit.info.weights_fingerprint = "d" * 64
         await misfit.start(address)
-        await asyncio.sleep(1)
-        assert service.process.poll() is None and "waiting for a target that fits" in service.text
+        while "waiting for a target that fits" not in service.text:
+            await asyncio.sleep(0.01)
+        assert service.process.poll() is None
         await misfit.stop()
         for open_client in (client, second):
             await open_client.close()

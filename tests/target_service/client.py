@@ -89,7 +89,7 @@ class Session:
     async def close(self, sequence_id: int) -> None:
         await self.send(target_pb2.TargetCommand(sequence_id=sequence_id, close={}))
 
-    async def event(self, sequence_id: int, timeout: float = 60) -> target_pb2.TargetEvent:
+    async def event(self, sequence_id: int, timeout: float = 150) -> target_pb2.TargetEvent:
         """The next event of a sequence; the error it carries is raised."""
         event = await asyncio.wait_for(self._events[sequence_id].get(), timeout)
         if event.WhichOneof("event") == "error":

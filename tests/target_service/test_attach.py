@@ -1,13 +1,15 @@
 """Hidden states through shared memory, between real processes."""
 
-import asyncio
+import time
 
 import grpc
 import pytest
 import torch
 
 from outrider.shared_memory import SharedSegment
+from outrider.shared_slices import RETIREMENT_SECONDS
 from outrider.v1 import common_pb2, target_pb2
+from tests.gateway.running import wait
 from tests.models import write_tiny_llama
 from tests.processes import Service
 from tests.target_service.attached_draft import Draft, advanced_after_prefill
@@ -51,8 +53,7 @@ async def test_slices_hold_what_inline_rows_hold(target):
             assert torch.equal(draft.read(event), inline_rows)
         assert target.metric("outrider_unreleased_slices") == len(events)
         await draft.release(*(s.generation for s in reversed(slices)))
-        await asyncio.sleep(0.1)
-        assert target.metric("outrider_unreleased_slices") == 0
+        await wait(lambda: target.metric("outrider_unreleased_slices") == 0)
         assert target.metric("outrider_hidden_state_bytes_total", transport="shared_memory") == 40 * 128 * 4
         assert await draft.detach() is grpc.StatusCode.OK
 
@@ -68,7 +69,7 @@ async def test_a_full_buffer_is_served_inline_until_slices_are_released(target):
         assert sources[0] == "slice" and sources[-1] == "data"
         taken = [e.hidden_states.tensor.slice.generation for e in prefilled if e.hidden_states.tensor.HasField("slice")]
         await draft.release(*taken)
-        await asyncio.sleep(0.1)
+        await wait(lambda: target.metric("outrider_unreleased_slices") == 0)
         await session.advance(first)
         assert (await session.advanced(first)).hidden_states.tensor.WhichOneof("source") == "slice"
         await draft.detach()
@@ -81,12 +82,13 @@ async def test_slices_of_a_freed_sequence_are_free_a_little_later(target):
         await draft.open()
         sequence = await session.open(PROMPT, aux=draft.aux)
         await session.advanced(sequence)
-        held = target.metric("outrider_unreleased_slices")
+        assert target.metric("outrider_unreleased_slices") == 4
+        closed = time.monotonic()
         await session.close(sequence)
-        await asyncio.sleep(0.3)
-        assert target.metric("outrider_unreleased_slices") == held == 4
-        await asyncio.sleep(1.5)
-        assert target.metric("outrider_unreleased_slices") == 0
+        await wait(lambda: target.metric("outrider_num_requests_running") == 0)
+        held = target.metric("outrider_unreleased_slices")
+        assert held == 4 or time.monotonic() - closed > RETIREMENT_SECONDS
+        await wait(lambda: target.metric("outrider_unreleased_slices") == 0)
         await draft.detach()
 
 
@@ -120,7 +122,7 @@ async def test_inline_again_once_the_draft_is_gone_and_slices_before_it_opened(t
         await draft.detach()
         await session.advance(sequence)
         assert (await session.advanced(sequence)).hidden_states.tensor.WhichOneof("source") == "data"
-        assert target.metric("outrider_attached_drafts") == 0
+        await wait(lambda: target.metric("outrider_attached_drafts") == 0)
 
 
 async def test_a_draft_without_shared_memory_gets_no_buffer(target):

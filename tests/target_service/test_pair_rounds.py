@@ -45,7 +45,7 @@ class Pair:
 
     async def grant(self, sequence: int, **changes) -> None:
         fields = {"draft_instance_id": self.draft.instance_id, "link_id": 77, "until_length": 1000}
-        fields |= {"num_draft_tokens": 3, "timeout_us": 5_000_000, **changes}
+        fields |= {"num_draft_tokens": 3, "timeout_us": 100_000_000, **changes}
         await self.session.send(target_pb2.TargetCommand(sequence_id=sequence, grant=fields))
 
     async def asked(self) -> draft_pb2.DraftCommand:
@@ -57,7 +57,7 @@ class Pair:
         return command
 
     async def _receive(self) -> list[bytes]:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(100):
             while not (packets := self.end.receive()):
                 assert not self.end.ended
                 await asyncio.sleep(0.005)
@@ -221,7 +221,7 @@ async def test_without_a_chain_the_step_is_made_and_the_caller_drives_again(targ
     truth = await plain(target, 12)
     async with attached(target) as pair:
         sequence, _ = await pair.open()
-        await pair.grant(sequence, timeout_us=200_000 if act is stay_silent else 10_000_000)
+        await pair.grant(sequence, timeout_us=200_000 if act is stay_silent else 100_000_000)
         await pair.session.advance(sequence, truth[1:3])
         assert (await pair.advanced(sequence)).continues
         await pair.asked()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from outrider.v1 import common_pb2
+from tests.gateway.running import wait
 from tests.models import write_tiny_llama
 from tests.processes import Service
 from tests.target_service.client import Client, rows
@@ -202,6 +203,6 @@ async def test_every_series_is_there_from_the_start_and_counts(target, client, s
         assert f"outrider_{name}" in names
     before = target.metric("outrider_generation_tokens_total", model_name="tiny")
     await session.run(PROMPT, **GREEDY)
-    assert target.metric("outrider_generation_tokens_total") == before + 40
-    assert target.metric("outrider_num_requests_running") == 0
+    await wait(lambda: target.metric("outrider_generation_tokens_total") == before + 40)
+    await wait(lambda: target.metric("outrider_num_requests_running") == 0)
     assert target.metric("outrider_step_duration_seconds_count") >= 40

@@ -148,7 +148,7 @@ async def test_a_checkpoint_without_a_tokenizer_has_no_digests(tmp_path):
 )
 def test_what_does_not_fit_is_refused_at_start_by_its_name(checkpoint, flags, words):
     command = [sys.executable, "-m", "target_service", "--model", checkpoint, *LISTEN, *flags]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert found.returncode == 1
     assert found.stderr.strip().splitlines()[-1].startswith("outrider target: ")
     assert words in found.stderr

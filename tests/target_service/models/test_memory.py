@@ -38,7 +38,7 @@ def test_the_peak_is_the_weights_and_one_tensor(tmp_path, family):
         [sys.executable, "-m", "tests.target_service.models.peak_memory", str(tmp_path), "native"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
         # What is freed goes back to the system, so that it is not counted.
         env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "262144"},
