@@ -91,7 +91,7 @@ class Run:
             text=True,
         )
         threading.Thread(target=lambda: self.output[container].extend(process.stdout or ()), daemon=True).start()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while not self.probe(container, "startup"):
             assert process.poll() is None and time.monotonic() < deadline, f"{container}:\n{self.text(container)}"
             time.sleep(0.1)
@@ -103,7 +103,7 @@ class Run:
     def stop(self, container: str) -> int:
         """SIGTERM, and the exit code."""
         self.processes[container].terminate()
-        return self.processes[container].wait(30)
+        return self.processes[container].wait(100)
 
     def kill(self) -> None:
         """Ends what still runs."""

@@ -75,7 +75,7 @@ class Prometheus:
         """The samples of an expression now. Raises AssertionError with what Prometheus says of a wrong one."""
         url = f"http://{self.address}/api/v1/query?" + urllib.parse.urlencode({"query": expression})
         try:
-            answer: Any = json.load(urllib.request.urlopen(url, timeout=10))
+            answer: Any = json.load(urllib.request.urlopen(url, timeout=60))
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{expression}: {error.read().decode()}") from error
         return [(sample["metric"], float(sample["value"][1])) for sample in answer["data"]["result"]]
@@ -92,7 +92,7 @@ class Prometheus:
         self.fired |= alerts.keys()
         return alerts
 
-    def wait_ready(self, seconds: float = 20) -> None:
+    def wait_ready(self, seconds: float = 100) -> None:
         """Returns once it is ready."""
         deadline = time.monotonic() + seconds
         while True:
@@ -109,7 +109,7 @@ class Prometheus:
 
     def __exit__(self, *_: object) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
 
 def _free_port() -> int:

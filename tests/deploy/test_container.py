@@ -25,7 +25,7 @@ from tests.end_to_end.trio import HOT
 from tests.gateway.client import Client
 from tests.models import write_tiny_llama
 from tests.processes import Service
-from tests.scripted.cluster import ANY, eventually
+from tests.scripted.cluster import ANY, PATIENT, eventually
 
 ROOT = Path(__file__).parents[2]
 USER = 10_007_351
@@ -136,7 +136,7 @@ def services(prefix: list[str], models: Path) -> Iterator[list[Service]]:
             "draft_service", *ANY, "--model", models / "draft", "--target", target.address, "--no-self-test", *sized,
             prefix=prefix,
         ) as draft,
-        Service("gateway", *ANY, "--pair", f"{target.address}={draft.address}", prefix=prefix) as front,
+        Service("gateway", *ANY, *PATIENT, "--pair", f"{target.address}={draft.address}", prefix=prefix) as front,
     ):  # fmt: skip
         eventually(lambda: front.metric("outrider_peer_available") == 2, dump=[target, draft, front])
         yield [target, draft, front]

@@ -24,7 +24,7 @@ def test_the_demo_answers_twice_and_compares(tmp_path: Path) -> None:
         [sys.executable, str(DEMO / "demo.py"), "hello", *flags],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(DEMO.parents[1])},
     )
     assert done.returncode == 0, done.stderr

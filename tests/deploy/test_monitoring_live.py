@@ -60,12 +60,12 @@ class World:
     load: Load
     prometheus: Prometheus
 
-    def fires(self, *names: str, seconds: float = 30) -> dict[str, list[dict[str, str]]]:
+    def fires(self, *names: str, seconds: float = 90) -> dict[str, list[dict[str, str]]]:
         """Waits until these alerts fire, and returns all that do."""
         eventually(lambda: set(names) <= self.prometheus.firing().keys(), seconds)
         return self.prometheus.firing()
 
-    def fires_only(self, *names: str, seconds: float = 30) -> dict[str, list[dict[str, str]]]:
+    def fires_only(self, *names: str, seconds: float = 90) -> dict[str, list[dict[str, str]]]:
         """Waits until these alerts fire and no other."""
         found: dict[str, list[dict[str, str]]] = {}
 
@@ -111,7 +111,7 @@ async def record(address: str) -> Any:
         return await client.generate(k=0, sampling=GREEDY, **ASKS)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_every_expression_has_data_and_every_fault_its_alert(tmp_path: Path) -> None:
     require("prometheus")
     model = write_tiny_llama(tmp_path / "target", num_hidden_layers=40)
@@ -133,7 +133,7 @@ def test_every_expression_has_data_and_every_fault_its_alert(tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(not DEMO_TARGET.is_dir(), reason="the demo's target is not in the cache: make demo puts it there")
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_every_expression_has_data_on_the_demo_pair(tmp_path: Path) -> None:
     require("prometheus")
     with world(tmp_path, DEMO_TARGET, ROOT / "deploy" / "demo" / "draft") as started:
@@ -155,7 +155,7 @@ def check_expressions(world: World) -> None:
         }
     wanted |= {name: f'{{__name__=~"{name}(_bucket)?"}}' for name in documented()}
     missing = wanted
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     while missing and time.monotonic() < deadline:
         missing = {name: expression for name, expression in missing.items() if not prometheus.has(expression)}
         time.sleep(0.2)
@@ -164,9 +164,25 @@ def check_expressions(world: World) -> None:
     for title, panel in panels():
         if panel["fieldConfig"]["defaults"]["unit"] == "percentunit":
             for target in panel["targets"]:
-                values = [value for _, value in prometheus.query(substituted(target["expr"])) if value == value]
-                # A scrape is no instant: a round may end between two of its counters, and the windows here are short.
-                assert all(0 <= value <= 1.2 for value in values), (title, values)
+                check_shares(prometheus, title, substituted(target["expr"]))
+
+
+def check_shares(prometheus: Prometheus, title: str, expression: str) -> None:
+    """All values are between 0 and 1, or hardly above.
+
+    A scrape is no instant: rounds may end between two of its counters, and the windows here are short.
+    """
+    values: list[float] = []
+
+    def so() -> bool:
+        nonlocal values
+        values = [value for _, value in prometheus.query(expression) if value == value]
+        return all(0 <= value <= 1.2 for value in values)
+
+    try:
+        eventually(so)
+    except AssertionError:
+        raise AssertionError(f"{title}: expected shares, found {values}") from None
 
 
 def substituted(expression: str) -> str:
@@ -221,7 +237,7 @@ def check_a_bad_file(world: World) -> None:
 
 def check_a_slow_target(world: World) -> None:
     """Its process hardly runs: it is stopped for 0.2 s again and again, after less time than a step takes."""
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 90
     try:
         while "OutriderVerifySlow" not in world.prometheus.firing():  # asked while it is stopped
             assert time.monotonic() < deadline, f"expected OutriderVerifySlow, found {world.prometheus.firing()}"
@@ -254,7 +270,7 @@ def check_a_queue(world: World) -> None:
     """More requests than the target takes at once, and ever more."""
     with world.load.arriving(40, every=0.1, k=0, sampling=HOT, max_new_tokens=500, ignore_eos=True):
         world.fires("OutriderQueueGrowing", "OutriderQueueSlow")
-    eventually(lambda: not {"OutriderQueueGrowing", "OutriderQueueSlow"} & world.prometheus.firing().keys(), 15)
+    eventually(lambda: not {"OutriderQueueGrowing", "OutriderQueueSlow"} & world.prometheus.firing().keys())
 
 
 def check_a_lost_target(world: World) -> None:

@@ -28,7 +28,7 @@ ALERTS = {rule["alert"]: rule for rule in rules() if "alert" in rule}
     "command", [["check", "rules", RULES], ["test", "rules", UNIT_TESTS]], ids=["check", "unit tests"]
 )
 def test_promtool(command: list[Any]) -> None:
-    done = subprocess.run([require("promtool"), *command], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([require("promtool"), *command], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -34,10 +34,9 @@ async def test_commands_are_applied_in_order_in_one_thread_and_a_failure_is_surv
     engine.thread.start(asyncio.get_running_loop())
     for number in [1, 2, 13, 3]:
         engine.thread.submit(number)
-    for _ in range(200):
-        if len(engine.results) == 3:
-            break
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(60):
+        while len(engine.results) < 3:
+            await asyncio.sleep(0.01)
     engine.thread.stop()
     assert engine.results == [2, 4, 6]
     assert [str(e) for e in engine.failures] == ["13"]

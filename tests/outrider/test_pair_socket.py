@@ -147,7 +147,7 @@ async def test_a_thread_takes_commands_from_a_source_before_its_inbox_and_drops_
     thread.start(asyncio.get_running_loop())
 
     async def told(count: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(engine.told) < count:
                 await asyncio.sleep(0.005)
 

@@ -58,7 +58,7 @@ async def serving(security: ServerSecurity) -> AsyncIterator[ServiceFrame]:
 async def services(channel: grpc.aio.Channel) -> list[str]:
     """What reflection lists: a call that needs a token, where tokens are in use."""
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-    async for answer in stub.ServerReflectionInfo(iter([QUESTION]), timeout=5):
+    async for answer in stub.ServerReflectionInfo(iter([QUESTION]), timeout=60):
         return [service.name for service in answer.list_services_response.service]
     return []
 
@@ -170,7 +170,7 @@ def _frozen(security: ClientSecurity) -> ClientSecurity:
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
 
