@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from outrider.settings import run_command
 from target_service.__main__ import main
 from target_service.engine import TargetEngine
 
@@ -15,4 +16,4 @@ if __name__ == "__main__":
         step(engine)
 
     TargetEngine.step = slow_step  # type: ignore[method-assign]
-    main()
+    run_command(main, "target")

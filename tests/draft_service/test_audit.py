@@ -50,7 +50,7 @@ def test_rows_inline_past_the_window_and_beyond_gaps(tmp_path):
     flags = ("--step-tokens", "32", "--shared-memory", "0")
     with services(tmp_path, write_tiny_gpt_oss, flags, stall=20, form="torch") as (_, draft, gateway):
         prompts = random_prompts(150, 40)
-        sequences, _ = generate_audited(tmp_path, gateway, prompts, new_tokens=300, chains=(5,))
+        sequences, _ = generate_audited(tmp_path, gateway, prompts, new_tokens=220, chains=(5,))
         assert draft.metric("outrider_hidden_state_bytes_total", transport="inline") > 0
     with native.form("torch"):
         starts, seen = audit_records(tmp_path, sequences)
