@@ -43,7 +43,7 @@ def same(answer: Answer, plain: Answer) -> bool:
     return rounded[0] == rounded[1] and _near(answer.logprobs, plain.logprobs)
 
 
-async def check_drafted(gateway: Service, cases: Sequence[dict[str, Any]], timeout: float = 60) -> None:
+async def check_drafted(gateway: Service, cases: Sequence[dict[str, Any]], timeout: float = 150) -> None:
     """With a draft answers are what they are without, and a good part of what it proposes is right.
 
     A gateway may take a while to notice a draft that has just come back. One that reads garbage is right about one
