@@ -167,8 +167,11 @@ def from_status(status: status_pb2.Status) -> OutriderError:
 
 
 async def abort(context: grpc.aio.ServicerContext, error: BaseException) -> NoReturn:
-    """Ends an RPC with the status of `error`."""
-    await context.abort_with_status(rpc_status.to_status(to_status(error)))
+    """Ends an RPC with the status of `error`.
+
+    It goes on without its traceback, whose frames would keep what the RPC held, such as a buffer, until a collection.
+    """
+    await context.abort_with_status(rpc_status.to_status(to_status(error.with_traceback(None))))
     raise AssertionError("abort returned")
 
 

@@ -1,3 +1,5 @@
+import weakref
+
 import grpc
 import pytest
 from grpc_status import rpc_status
@@ -51,3 +53,28 @@ async def test_a_long_message_reaches_the_caller_cut():
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     back = errors.from_status(rpc_status.from_call(caught.value))
     assert back.message.startswith("model: ü") and back.message.endswith("ü...")
+
+
+class Aborted(Exception):
+    """As gRPC raises where a call is aborted."""
+
+
+class Context:
+    async def abort_with_status(self, status: object) -> None:
+        raise Aborted
+
+
+async def test_an_aborted_call_holds_on_to_nothing():
+    held = []
+
+    def serve() -> None:
+        buffer = Context()
+        held.append(weakref.ref(buffer))
+        raise errors.InvalidArgument("model", "not this one")
+
+    with pytest.raises(Aborted) as aborted:  # which stays, and whose context is the error
+        try:
+            serve()
+        except errors.OutriderError as error:
+            await errors.abort(Context(), error)
+    assert aborted.value.__context__ is not None and held[0]() is None
