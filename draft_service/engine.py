@@ -83,7 +83,7 @@ class DraftEngine:
                 _release(extends)
         self._last_step = time.perf_counter() - started
         self._answer(taken, dict(zip((turn.sequence for turn in turns), chains, strict=True)), started)
-        self._metrics.step(self._last_step, turns, chains)
+        self._metrics.step(self._last_step, itertools.chain.from_iterable(taken), turns, chains)
 
     def on_failure(self, error: Exception) -> None:
         """Ends the sequences of the step that raised."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry
 
@@ -40,10 +40,6 @@ class DraftMetrics:
             "hidden_state_bytes", "Hidden states read, by transport", "transport", TRANSPORT_NAMES.values()
         )
 
-    def count_states(self, extend: Extend) -> None:
-        """Hidden states that arrived."""
-        self.state_bytes[TRANSPORT_NAMES[extend.transport]].inc(extend.states.nbytes)
-
     def remove(self) -> None:
         """Takes the series away: another draft serves here now."""
         self._series.remove()
@@ -55,8 +51,10 @@ class DraftMetrics:
             self._self_test_rows.set(verdict.agreement.rows)
             self._self_test_agreement.set(verdict.agreement.by_step[0])
 
-    def step(self, seconds: float, turns: Sequence[Turn], chains: Sequence[Chain]) -> None:
-        """Counts one step."""
+    def step(self, seconds: float, extends: Iterable[Extend], turns: Sequence[Turn], chains: Sequence[Chain]) -> None:
+        """Counts one step, and the hidden states that it read."""
+        for extend in extends:
+            self.state_bytes[TRANSPORT_NAMES[extend.transport]].inc(extend.states.nbytes)
         self.step_seconds.observe(seconds)
         self.rows.inc(sum(turn.rows.count for turn in turns))
         self.proposals.inc(sum(turn.num_tokens > 0 for turn in turns))

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from google.protobuf.message import DecodeError
 
 from draft_service.commands import Answer, Ask, Command
-from draft_service.metrics import DraftMetrics
 from draft_service.sequence import DraftSequence, Extend
 from draft_service.validation import CommandRules, read_extend
 from outrider.errors import InvalidArgument, NotFound, OutriderError, to_status
@@ -21,11 +20,10 @@ log = logging.getLogger(__name__)
 class PairLink:
     """The socket of the attachment: what comes through it are commands for the engine."""
 
-    def __init__(self, end: PairSocket, rules: CommandRules, metrics: DraftMetrics, on_end: Callable[[], None]) -> None:
+    def __init__(self, end: PairSocket, rules: CommandRules, on_end: Callable[[], None]) -> None:
         """`on_end` is called, in the engine's thread, when it has ended, whoever ended it."""
         self._end = end
         self._rules = rules
-        self._metrics = metrics
         self._on_end = on_end
         self.fileno, self.shut_down = end.fileno, end.shut_down
 
@@ -63,7 +61,6 @@ class PairLink:
         except OutriderError as error:
             self.refuse(command.sequence_id, error)
             return None
-        self._metrics.count_states(extend)
         extend.link = self
         return extend
 

@@ -155,11 +155,11 @@ class DraftServer:
     def _open_sessions(self) -> None:
         """Takes commands for the weights that are at work."""
         loaded = self._loaded
-        assert loaded is not None and self._metrics is not None
+        assert loaded is not None
         description = loaded.fitted.draft.description
         rules = CommandRules(description.vocab_size, description.input_width, loaded.proposer.chooser, self._link)
         self._rules = rules
-        self._servicer.serve(rules, lambda: self._info(loaded), self._metrics)
+        self._servicer.serve(rules, lambda: self._info(loaded))
 
     async def _work(self, attachment: Attachment, info: target_pb2.GetTargetInfoResponse) -> bool:
         """Tries the weights where they have not been, and serves. Whether the draft left by itself in the end."""
@@ -241,9 +241,9 @@ class DraftServer:
         """Lets the target ask for chains itself, where it has offered to. Where that breaks off, it attaches anew."""
         if attachment.socket is None:
             return None
-        assert self._thread is not None and self._rules is not None and self._metrics is not None
+        assert self._thread is not None and self._rules is not None
         on_end = functools.partial(self._thread.deliver, attachment.break_off)
-        link = PairLink(attachment.socket, self._rules, self._metrics, on_end)
+        link = PairLink(attachment.socket, self._rules, on_end)
         self._thread.watch(link)
         return link
 

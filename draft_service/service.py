@@ -8,7 +8,6 @@ from collections.abc import Callable
 import grpc
 
 from draft_service.commands import Answer, Command
-from draft_service.metrics import DraftMetrics
 from draft_service.session import Session
 from draft_service.validation import CommandRules
 from outrider.errors import OutriderError, Unavailable, abort
@@ -23,18 +22,15 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     def __init__(self, submit: Callable[[list[Command]], None]) -> None:
         self._submit = submit
-        self._metrics: DraftMetrics | None = None
         self._rules: CommandRules | None = None
         self._info: Callable[[], draft_pb2.GetDraftInfoResponse] | None = None
         self._sessions: dict[Session, OutriderError | None] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def serve(
-        self, rules: CommandRules, info: Callable[[], draft_pb2.GetDraftInfoResponse], metrics: DraftMetrics
-    ) -> None:
+    def serve(self, rules: CommandRules, info: Callable[[], draft_pb2.GetDraftInfoResponse]) -> None:
         """Answers from now on. `info` is asked at each GetDraftInfo."""
-        self._rules, self._info, self._metrics = rules, info, metrics
+        self._rules, self._info = rules, info
 
     async def end_sessions(self, error: OutriderError) -> None:
         """Ends every session with an error; returns once they are gone."""
@@ -76,9 +72,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     async def Propose(self, request_iterator: object, context: grpc.aio.ServicerContext) -> None:
         """The hot path: one session."""
-        if self._rules is None or self._metrics is None:
+        if self._rules is None:
             await abort(context, Unavailable("the draft is still loading"))
-        session = Session(self._rules, self._submit, self._metrics)
+        session = Session(self._rules, self._submit)
         self._sessions[session] = None
         self._idle.clear()
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from draft_service.commands import Answer, Close, Command, Open
-from draft_service.metrics import DraftMetrics
 from draft_service.sequence import DraftSequence
 from draft_service.validation import CommandRules, read_extend, read_sampling
 from outrider.errors import InvalidArgument, NotFound, OutriderError, to_status
@@ -16,10 +15,9 @@ from outrider.v1 import draft_pb2
 class Session:
     """Translates between the stream's messages and the engine. Event loop only."""
 
-    def __init__(self, rules: CommandRules, submit: Callable[[list[Command]], None], metrics: DraftMetrics) -> None:
+    def __init__(self, rules: CommandRules, submit: Callable[[list[Command]], None]) -> None:
         self._rules = rules
         self._submit = submit
-        self._metrics = metrics
         self._commands: list[Command] = []
         self.sequences: dict[int, DraftSequence] = {}
         self.outbox: Outbox[draft_pb2.DraftEvent] = Outbox()
@@ -60,7 +58,6 @@ class Session:
             if sequence is None:
                 raise NotFound(f"sequence_id: no open sequence {sequence_id} in this session")
             extend = read_extend(command.extend, sequence, self._rules)
-            self._metrics.count_states(extend)
             self._commands.append(extend)
         elif kind == "open":
             if sequence_id in self.sequences:

@@ -150,11 +150,11 @@ def checked_slice(memory: Tensor, offset: int, num_bytes: int) -> Tensor:
     """The `num_bytes` from `offset` on. Raises InvalidArgument unless they are aligned and inside the buffer."""
     if offset % _ELEMENT_ALIGNMENT:
         raise InvalidArgument("slice.offset", f"expected a multiple of {_ELEMENT_ALIGNMENT}, found {offset}")
-    if offset < 0 or num_bytes < 0 or offset + num_bytes > len(memory):
+    if offset < 0 or num_bytes < 0 or offset + num_bytes > memory.numel():
         raise InvalidArgument(
             "slice.offset", f"expected {num_bytes} bytes inside a buffer of {len(memory)}, found them at {offset}"
         )
-    return memory[offset : offset + num_bytes]
+    return memory.narrow(0, offset, num_bytes)  # a part of what slicing by index costs
 
 
 def tensor_at(memory: Tensor, offset: int, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:

@@ -142,7 +142,7 @@ class Linked:
         self.target = PairSocket.connect(listener.name)
         metrics = DraftMetrics(CollectorRegistry(), "target", "draft")
         rules = CommandRules(320, 192, proposer.chooser, SliceReader({}))
-        self.link = PairLink(listener.accept(), rules, metrics, lambda: None)
+        self.link = PairLink(listener.accept(), rules, lambda: None)
         self.engine = DraftEngine(proposer, lambda answers: None, metrics)
         self.sequence = DraftSequence(None, 1, GREEDY, link_id=LINK)
         states, tokens = random_rows(4)
