@@ -123,10 +123,12 @@ class Gateway:
             async with asyncio.timeout(max(grace - EXPEL_BEFORE, 0.0)):
                 await self._idle.wait()
         except TimeoutError:
+            pass
+        finally:  # also where all of the time is over, after the gateway stood still
             self._expelled = True
             for task in self._tasks:
                 task.cancel()
-            await self._idle.wait()
+        await self._idle.wait()
 
     async def _target_of(self, model: str) -> Target:
         """A target of the model. Raises NotFound for one that no pair serves, Unavailable while none of its does.
