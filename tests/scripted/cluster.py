@@ -76,7 +76,7 @@ def scripted_cluster(
 
 
 def eventually(
-    condition: Callable[[], bool], seconds: float = 60.0, dump: list[Service] | None = None, looks: int = 0
+    condition: Callable[[], bool], seconds: float = 60.0, dump: list[Service] | None = None, looks: int = 10
 ) -> None:
     """Waits until a condition holds; fails after `seconds` and `looks`, with the tables of the services given.
 
