@@ -130,7 +130,8 @@ class Command(TyperCommand):
                 option.show_envvar = option.envvar is not None
                 option.metavar = "" if option.is_flag else option.metavar
         if prefix := ctx.auto_envvar_prefix:
-            name = next(option.name for option in self.params if option.name and "_" in option.name)
+            names = [option.name for option in self.params if option.name]
+            name = next((name for name in names if "_" in name), names[0])
             variable = f"{prefix}_{name.upper()}"
             self.epilog = f"Each flag is an environment variable, too: --{_spelt(name)} is {variable}."
         super().format_help(ctx, formatter)

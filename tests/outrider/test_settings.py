@@ -76,6 +76,12 @@ def test_help_shows_a_name_of_a_variable_whole_on_a_narrow_terminal():
     assert "…" not in text
 
 
+def test_help_of_a_command_whose_names_are_single_words():
+    script = "from outrider.settings import run_command as run\ndef toy(size: int = 1) -> None: ...\nrun(toy, 'toy')"
+    done = subprocess.run([sys.executable, "-c", script, "--help"], capture_output=True, text=True)
+    assert "--size is OUTRIDER_TOY_SIZE" in " ".join(done.stdout.split()), done.stderr
+
+
 def test_what_kubernetes_injects_changes_nothing():
     injected = {"OUTRIDER_TOY_PORT": "tcp://10.0.0.1:50051", "OUTRIDER_TOY_SERVICE_HOST": "10.0.0.1"}
     assert run(**injected).stdout.split() == ["1GiB", "4"]
