@@ -5,10 +5,10 @@ Of several folders the results are put together, of each stage the best: one tha
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -201,9 +201,13 @@ def main() -> None:
     """Prints the table of the folders that the arguments name, and what else they say."""
     from deploy.gpt_oss.details import details
 
-    if not sys.argv[1:]:
-        sys.exit("python -m deploy.gpt_oss.table DIR...")
-    measured = together(json.loads((Path(folder) / "measured.json").read_text()) for folder in sys.argv[1:])
+    parser = argparse.ArgumentParser(prog="deploy.gpt_oss.table", description=main.__doc__)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="--out of deploy.gpt_oss.measure")
+    files = [folder / "measured.json" for folder in parser.parse_args().folders]
+    for file in files:
+        if not file.is_file():
+            parser.error(f"expected {file}, found none")
+    measured = together(json.loads(file.read_text()) for file in files)
     print(table(measured), details(measured), sep="\n\n")
 
 
