@@ -137,7 +137,8 @@ class Gateway:
         """
         known = self._fleet.known_models()
         if not known:
-            raise Unavailable("no target has been reached yet")
+            problems = "; ".join(f"{target.address}: {target.problem}" for target in self._fleet.targets)
+            raise Unavailable(f"no target has served yet: {problems}")
         if not model and len(known) > 1:
             raise InvalidArgument("model", f"expected one of {', '.join(sorted(known))}, found none")
         name = model or next(iter(known))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import grpc
 import pytest
@@ -245,9 +246,14 @@ class TestTwoTargets:
         await self.restart(two)
 
 
-def test_a_synthetic_target_is_refused() -> None:
+async def test_a_synthetic_target_is_refused_and_clients_are_told_why(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/gateway"
     with (
         scripted_target("--synthetic") as target,
-        Service("gateway", *ANY, "--pair", target.address, until="is synthetic") as gateway,
+        Service("gateway", *ANY, "--listen", address, "--pair", target.address, until="is synthetic") as gateway,
     ):
         assert not gateway.address
+        async with Client(address) as client:
+            code, details = await client.refusal(make_request())
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert f"{target.address}: target" in details and "is synthetic" in details
