@@ -74,10 +74,12 @@ def main(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 160,
     target: Annotated[Path | None, typer.Option(help="Another target's checkpoint directory.", exists=True)] = None,
     draft: Annotated[Path, typer.Option(help="The draft's checkpoint directory.", exists=True)] = DRAFT,
+    device: Annotated[str, typer.Option(help="Where both models run: cpu, cuda or auto.")] = "cpu",
 ) -> None:
     """Serve the demo pair and answer QUESTION with and without speculation; fails if the answers differ."""
     try:
-        options = PairOptions(target or checkpoint(), draft)
+        on_device = ("--device", device)
+        options = PairOptions(target or checkpoint(), draft, target_flags=on_device, draft_flags=on_device)
         answers = client.run(serve_and_compare(options, question, draft_tokens, max_new_tokens))
     except ServiceFailed as failed:
         print(f"demo: {failed}", file=sys.stderr)
