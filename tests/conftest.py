@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import sys
 
 import pytest
@@ -14,6 +15,9 @@ settings.register_profile(
 settings.load_profile("outrider")
 # Drafts of random weights are right by chance; tests of the self-test ask for it.
 os.environ.setdefault("OUTRIDER_DRAFT_SELF_TEST", "false")
+# A shell that starts the tests in the background has them ignore Ctrl-C, and so would every command that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
