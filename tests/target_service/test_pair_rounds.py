@@ -169,6 +169,18 @@ async def test_the_pair_stops_where_a_cap_leaves_no_room_for_a_chain(target) -> 
         assert list(advanced.token_ids) == truth[6:] and advanced.finish_reason == common_pb2.FINISH_REASON_LENGTH
 
 
+async def test_a_sequence_that_ends_is_not_handed_over(target) -> None:
+    truth = await plain(target, 20)
+    last = next(index for index in range(1, 20) if truth[index] not in truth[:index])
+    async with attached(target) as pair:
+        sequence, _ = await pair.open(stop_token_ids=[truth[last]])
+        await pair.grant(sequence)
+        await pair.session.advance(sequence, truth[1:last])
+        advanced = await pair.advanced(sequence)
+        assert advanced.finish_reason == common_pb2.FINISH_REASON_STOP and not advanced.continues
+        assert pair.end.receive() == [], "nothing was asked for: what is sent goes out before its step is reported"
+
+
 async def test_an_advance_while_the_pair_goes_on_ends_the_sequence(target) -> None:
     async with attached(target) as pair:
         sequence, _ = await pair.open()
