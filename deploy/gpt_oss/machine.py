@@ -25,7 +25,7 @@ MODULES = (
         "jinja2",
     ),
     *("prometheus_client", "typer", "yaml", "tqdm", "uvloop", "transformers"),
-    *("pytest", "pytest_timeout", "xdist", "hypothesis"),
+    *("pytest", "pytest_asyncio", "pytest_timeout", "xdist", "hypothesis"),
 )
 _PACKAGES = ("torch", "triton", "grpcio", "protobuf", "transformers", "numpy")
 
@@ -46,8 +46,10 @@ def main() -> int:
     import torch
 
     from kernels.bench.measure import bandwidth
+    from outrider.devices import choose_device, use_device
 
-    place = torch.device(device)
+    place = choose_device(device)
+    use_device(place)
     found["device"] = torch.cuda.get_device_name(place) if place.type == "cuda" else "main memory"
     found["bandwidth"] = bandwidth(place)
     path.write_text(json.dumps(found, indent=1))
