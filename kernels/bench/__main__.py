@@ -121,7 +121,7 @@ def _measure(case: Case, rows: int, data: Data, speed: float) -> dict[str, Any]:
     """One line's figures; a kernel that fails is a line, too."""
     result: dict[str, Any] = {"name": case.name, "rows": rows, "wrong": True}
     try:
-        found, expected = case.compute(rows, 0), case.reference(rows)
+        found, expected = case.result(rows), case.reference(rows)
         result["error"] = _error(found, expected)
         result["bits"] = _same_bits(case, found) if case.independent else None
         result["wrong"] = not result["error"] <= case.tolerance or result["bits"] is False
@@ -147,7 +147,7 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _same_bits(case: Case, together: torch.Tensor) -> bool:
     counts = [count for count in (1, 2, 3, 5, 8) if count < len(together)]
-    return all(torch.equal(case.compute(count, 0), together[:count]) for count in counts)
+    return all(torch.equal(case.result(count), together[:count]) for count in counts)
 
 
 def _line(result: dict[str, Any]) -> str:
@@ -173,7 +173,7 @@ def _compile(only: list[str], settings: list[Settings]) -> int:
             for setting, rows in product(settings, case.rows):
                 _apply(setting)
                 print(f"{case.name}, rows {rows}", *setting.items(), flush=True)
-                case.compute(rows, 0)
+                case.result(rows)
     return 0
 
 

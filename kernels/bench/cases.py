@@ -22,9 +22,10 @@ FEW = (1, 2, 4, 8)
 class Case:
     """One operation.
 
-    compute(rows, copy): the result, rows first, on one of `copies` sets of data. reference(rows): what the PyTorch form
-    makes of copy 0. bytes(rows): what has to be read and written; flops(rows): where the matrix units are the bound.
-    independent: few rows are to have the bits of many.
+    compute(rows, copy): what is timed, on one of `copies` sets of data. finish(what that returned): the result, rows
+    first, where it is still to be made, as by the kernel that follows in a layer. reference(rows): what the PyTorch
+    form makes of copy 0. bytes(rows): what has to be read and written; flops(rows): where the matrix units are the
+    bound. independent: few rows are to have the bits of many.
     """
 
     name: str
@@ -36,6 +37,11 @@ class Case:
     independent: bool = True
     tolerance: float = 2e-2
     flops: Callable[[int], float] | None = None
+    finish: Callable[[torch.Tensor], torch.Tensor] = lambda computed: computed
+
+    def result(self, rows: int) -> torch.Tensor:
+        """Of copy 0, rows first."""
+        return self.finish(self.compute(rows, 0))
 
 
 def first_rows(parts: torch.Tensor) -> Callable[[int], torch.Tensor]:
@@ -165,9 +171,7 @@ def attention_cases(data: Data) -> Iterator[Case]:
 
 
 def linear_cases(data: Data) -> Iterator[Case]:
-    """The bf16 matrices of a layer, and the head."""
-    from kernels.triton_forms.linear import linear
-
+    """The bf16 matrices of a layer, which leave partial sums, and the head."""
     s = data.sizes
     shapes = {
         "linear_qkv": ((s.heads + 2 * s.kv_heads) * s.head_dim, s.hidden, None),
@@ -176,22 +180,31 @@ def linear_cases(data: Data) -> Iterator[Case]:
         "linear_head": (s.vocabulary, s.hidden, torch.float32),
     }
     for name, (outputs, inputs, dtype) in shapes.items():
-        yield _linear_case(data, linear, name, outputs, inputs, dtype)
+        yield _linear_case(data, name, outputs, inputs, dtype or data.dtype)
 
 
-def _linear_case(
-    data: Data, linear: Callable[..., torch.Tensor], name: str, outputs: int, inputs: int, dtype: torch.dtype | None
-) -> Case:
+def _linear_case(data: Data, name: str, outputs: int, inputs: int, dtype: torch.dtype) -> Case:
+    from kernels.triton_forms.linear import linear, linear_parts
+    from kernels.triton_forms.parts import sum_parts
+
     copies = data.copies(outputs * inputs * data.dtype.itemsize)
     weights = [data.normal(outputs, inputs, scale=inputs**-0.5) for _ in range(copies)]
     bias, x = data.normal(outputs), data.normal(64, inputs)
-    out_bytes = (dtype or data.dtype).itemsize
+    in_parts = name != "linear_head"
+
+    def compute(rows: int, copy: int) -> torch.Tensor:
+        return linear_parts(x[:rows], weights[copy]) if in_parts else linear(x[:rows], weights[copy], bias, dtype)
+
+    def finish(computed: torch.Tensor) -> torch.Tensor:
+        return sum_parts(computed, bias, dtype) if in_parts else computed
+
     return Case(
         name,
-        lambda rows, copy: linear(x[:rows], weights[copy], bias, dtype),
+        compute,
         lambda rows: torch.addmm(bias.float(), x[:rows].float(), weights[0].float().T),
-        lambda rows: weights[0].nbytes + rows * (inputs * data.dtype.itemsize + outputs * out_bytes),
-        (*FEW, 64) if name != "linear_head" else FEW,
+        lambda rows: weights[0].nbytes + rows * (inputs * data.dtype.itemsize + outputs * dtype.itemsize),
+        (*FEW, 64) if in_parts else FEW,
         copies,
         tolerance=1e-2,
+        finish=finish,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -48,7 +49,9 @@ def expert_cases(data: Data) -> Iterator[Case]:
 
     def compute(rows: int, copy: int) -> torch.Tensor:
         ids, shares = routings[copy]
-        parts = moe_parts(x[:rows], ids[:rows], shares[:rows], gate_up, down, Activation(1.702, 7.0, 1.0))
+        return moe_parts(x[:rows], ids[:rows], shares[:rows], gate_up, down, Activation(1.702, 7.0, 1.0))
+
+    def finish(parts: torch.Tensor) -> torch.Tensor:
         return sum_parts(parts, None, data.dtype)
 
     def reference(rows: int) -> torch.Tensor:
@@ -59,12 +62,13 @@ def expert_cases(data: Data) -> Iterator[Case]:
         chosen = sum(ids[:rows].unique().numel() for ids, _ in routings)
         return chosen * expert_bytes // len(routings) + 2 * rows * s.hidden * data.dtype.itemsize
 
-    yield Case("experts", compute, reference, num_bytes, FEW, _ROUTINGS)
-    yield Case("experts_batch", compute, reference, num_bytes, (min(64, rows), min(256, rows)), _ROUTINGS)
+    def case(name: str, rows: tuple[int, ...], **further: Any) -> Case:
+        return Case(name, compute, reference, num_bytes, rows, _ROUTINGS, finish=finish, **further)
+
     flops = 6.0 * s.top_k * s.hidden * s.intermediate
-    yield Case(
-        "experts_prefill", compute, reference, num_bytes, (rows,), independent=False, flops=lambda rows: flops * rows
-    )
+    yield case("experts", FEW)
+    yield case("experts_batch", (min(64, rows), min(256, rows)))
+    yield case("experts_prefill", (rows,), independent=False, flops=lambda rows: flops * rows)
 
 
 def random_experts(data: Data, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -20,7 +20,10 @@ _EPS = 1e-5
 
 
 def layer_cases(data: Data) -> Iterator[Case]:
-    """A full and a sliding layer; each has its own weights, which together do not fit into the cache."""
+    """A full and a sliding layer of several copies, which together do not fit into the cache.
+
+    Each has attention weights, keys and rows of its own; experts are shared, but other rows choose other ones.
+    """
     from kernels.triton_forms.layer import decoder_layer
     from kernels.triton_forms.mxfp4 import pack_experts
 
@@ -29,23 +32,27 @@ def layer_cases(data: Data) -> Iterator[Case]:
     router = pack_weight(data.normal(s.experts, s.hidden, scale=s.hidden**-0.5), data.normal(s.experts))
     gate_up, down = (pack_experts(*half) for half in halves)
     experts = Experts(router, [], [], s.top_k, 1.702, 7.0, packed=(gate_up, down))
-    feed_forward = MoeBlock(data.normal(s.hidden), _EPS, experts)
-    next_norm, x = data.normal(s.hidden), data.normal(8, s.hidden)
+    feed_forward, next_norm = MoeBlock(data.normal(s.hidden), _EPS, experts), data.normal(s.hidden)
+    copies = data.copies(2 * s.hidden * s.heads * s.head_dim * data.dtype.itemsize)
+    inputs, caches = [data.normal(8, s.hidden) for _ in range(copies)], [data.cache() for _ in range(copies)]
     positions = (s.context + torch.arange(8, device=data.device)).int()
-    (layer, tables), copies = data.cache(), data.copies(2 * s.hidden * s.heads * s.head_dim * data.dtype.itemsize)
+    sequences = torch.zeros_like(positions)
 
-    def rows_of(rows: int) -> Rows:
-        return Rows(positions[:rows], torch.zeros_like(positions[:rows]), tables, num_chain_rows=rows)
+    def rows_of(rows: int, copy: int) -> Rows:
+        return Rows(positions[:rows], sequences[:rows], caches[copy][1], num_chain_rows=rows)
 
     for name, window in (("layer_full", None), ("layer_window", s.window)):
         blocks = [_attention(data, window) for _ in range(copies)]
+        normed = [rms_norm_torch(x, block.norm, _EPS) for x, block in zip(inputs, blocks, strict=True)]
 
-        def compute(rows: int, copy: int, blocks: list[AttentionBlock] = blocks) -> torch.Tensor:
-            normed = rms_norm_torch(x[:rows], blocks[copy].norm, _EPS)
-            return decoder_layer(normed, x[:rows], blocks[copy], feed_forward, rows_of(rows), layer, next_norm, _EPS)[1]
+        def compute(
+            rows: int, copy: int, blocks: list[AttentionBlock] = blocks, normed: list[torch.Tensor] = normed
+        ) -> torch.Tensor:
+            x, places, cache = (normed[copy][:rows], inputs[copy][:rows]), rows_of(rows, copy), caches[copy][0]
+            return decoder_layer(*x, blocks[copy], feed_forward, places, cache, next_norm, _EPS)[1]
 
         def reference(rows: int, block: AttentionBlock = blocks[0]) -> torch.Tensor:
-            return _reference(x[:rows], block, feed_forward, halves, rows_of(rows), layer)
+            return _reference(inputs[0][:rows], block, feed_forward, halves, rows_of(rows, 0), caches[0][0])
 
         def num_bytes(rows: int, blocks: list[AttentionBlock] = blocks, window: int | None = window) -> int:
             keys = min(window, s.context) if window else s.context
