@@ -13,8 +13,8 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -78,15 +78,28 @@ def _run(data: Data, only: list[str], settings: list[Settings], path: Path | Non
     print(f"{report['device']}: reads {speed['read'] / 1e12:.2f} TB/s, copies {speed['copy'] / 1e12:.2f} TB/s")
     wrong = 0
     for case in _cases(data, only):
-        for setting, rows in product(settings, case.rows):
+        reference = cache(case.reference)
+        for rows, setting in product(case.rows, settings):
             _apply(setting)
-            result = {**_measure(case, rows, data, speed["read"]), "set": setting}
+            result = {**_measure(case, reference, rows, data, speed["read"]), "set": setting}
             wrong += result["wrong"]
             report["results"].append(result)
             print(_line(result), flush=True)
             if path:
                 path.write_text(json.dumps(report, indent=1))
+    if len(settings) > 1:
+        print("the fastest settings:", *_fastest(report["results"]), sep="\n")
     return int(wrong > 0)
+
+
+def _fastest(results: list[dict[str, Any]], most: int = 3) -> Iterator[str]:
+    """Lines of the best constants of each case and number of rows."""
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for result in results:
+        if not result["wrong"]:
+            groups.setdefault((result["name"], result["rows"]), []).append(result)
+    for group in groups.values():
+        yield from map(_line, sorted(group, key=lambda result: result["seconds"])[:most])
 
 
 def _settings(texts: list[str]) -> list[Settings]:
@@ -117,11 +130,13 @@ def _cases(data: Data, only: list[str]) -> Iterator[Case]:
                 yield case
 
 
-def _measure(case: Case, rows: int, data: Data, speed: float) -> dict[str, Any]:
+def _measure(
+    case: Case, reference: Callable[[int], torch.Tensor], rows: int, data: Data, speed: float
+) -> dict[str, Any]:
     """One line's figures; a kernel that fails is a line, too."""
     result: dict[str, Any] = {"name": case.name, "rows": rows, "wrong": True}
     try:
-        found, expected = case.result(rows), case.reference(rows)
+        found, expected = case.result(rows), reference(rows)
         result["error"] = _error(found, expected)
         result["bits"] = _same_bits(case, found) if case.independent else None
         result["wrong"] = not result["error"] <= case.tolerance or result["bits"] is False

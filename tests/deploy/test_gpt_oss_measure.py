@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from deploy.gpt_oss import measure
 from deploy.gpt_oss.details import details
 from deploy.gpt_oss.exactness import first_difference
 from deploy.gpt_oss.pair import parse_load
-from deploy.gpt_oss.stages import FULL, RESULT, Stage, stages
+from deploy.gpt_oss.stages import FULL, RESULT, TINY, Sizes, Stage, stages
 from deploy.gpt_oss.table import NOT_MEASURED, table, together
 
 RATES = {"device": "H", "read": 4.17e12, "copy": 4.24e12}
@@ -102,7 +103,7 @@ def test_details_are_told_of_whatever_there_is() -> None:
                             exactness={"chains": [chain]}, pair={"rows": [row(1, 9592, 0, "gateway")]}))  # fmt: skip
     assert "| router | 1 | 2.0 us | 1.00 | 50% | 0.0e+00 | same |" in text
     assert "| layer | 1 | OutOfResources: shared memory |" in text
-    assert "| router | 1 | a.B=1e-06 | 1.0 us | 2.0 us | 2 |" in text
+    assert "| router | 1 | a.B=1e-06 | 1.0 us | 2.0 us | a.B=3e-06: 3.0 us | 2 |" in text
     assert "- `t.py::a`: E x" in text
     assert "prompt 4: from token 7 on, 1 and 2, the best led by 1.00e-02; different, too, when each runs alone" in text
     assert "| pair | 9,592 | 1,501 | 1 | 0 | gateway |" in text
@@ -126,6 +127,15 @@ def test_stages_name_modules_that_exist(model: str) -> None:
     for stage in everything:
         assert stage.command[0] == "-m" and find_spec(stage.command[1])
         assert RESULT in stage.command or RESULT in stage.environment.values()
+
+
+@pytest.mark.parametrize("sizes", [FULL, TINY], ids=["full", "tiny"])
+def test_sweeps_set_constants_that_exist(sizes: Sizes) -> None:
+    pytest.importorskip("triton")
+    for _, *settings in sizes.sweeps.values():
+        for setting in settings:
+            file, name = setting.partition("=")[0].split(".")
+            assert isinstance(getattr(import_module(f"kernels.triton_forms.{file}"), name, None), int), setting
 
 
 def test_loads_hold_what_the_table_shows() -> None:
