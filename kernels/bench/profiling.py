@@ -1,4 +1,4 @@
-"""Where the time of a service's step goes: medians, time of each kernel, and what lies between them.
+"""Where the time of a service's step goes: medians, time of each kernel, and of each kind of call that the host makes.
 
 For `python -m target_service.step_profile` and `python -m draft_service.step_profile`. The file of results is written
 anew after every variant, so that an interrupted run leaves what it has.
@@ -17,6 +17,7 @@ import torch
 WARM_UP = 4
 PROFILED = 5
 _MOST_KERNELS = 16
+_MOST_CALLS = 8
 
 
 class Report:
@@ -35,16 +36,19 @@ class Report:
             step()
         result = {**variant, "seconds": statistics.median(step() for _ in range(self._steps))}
         if self._device.type == "cuda":
-            result["kernels"] = kernels = kernel_times(step)
-            result["busy_seconds"] = sum(kernel["seconds"] for kernel in kernels)
+            result["kernels"], result["calls"] = device_times(step)
+            result["busy_seconds"] = sum(kernel["seconds"] for kernel in result["kernels"])
         self._content["variants"].append(result)
         print(_lines(result), flush=True)
         if self._path:
             self._path.write_text(json.dumps(self._content, indent=1))
 
 
-def kernel_times(step: Callable[[], object]) -> list[dict[str, Any]]:
-    """Name, launches and seconds a step of all that ran on the device, the longest first."""
+def device_times(step: Callable[[], object]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Name, launches and seconds a step of all that ran on the device, and of the host's calls, the longest first.
+
+    A call's seconds are those until it returns: of one that waits for the device these, too.
+    """
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -52,12 +56,17 @@ def kernel_times(step: Callable[[], object]) -> list[dict[str, Any]]:
         for _ in range(PROFILED):
             step()
         torch.cuda.synchronize()
-    found = [
-        {"name": event.key, "launches": event.count / PROFILED, "seconds": event.device_time_total * 1e-6 / PROFILED}
-        for event in profiler.key_averages()
-        if event.device_type == DeviceType.CUDA  # and not what launched it
-    ]
-    return sorted(found, key=lambda kernel: -kernel["seconds"])
+    kernels: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    for event in profiler.key_averages():
+        ran = event.device_type == DeviceType.CUDA
+        seconds = (event.device_time_total if ran else event.cpu_time_total) * 1e-6 / PROFILED
+        (kernels if ran else calls).append({"name": event.key, "launches": event.count / PROFILED, "seconds": seconds})
+    return _longest_first(kernels), _longest_first(calls)
+
+
+def _longest_first(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(entries, key=lambda entry: -entry["seconds"])
 
 
 def _lines(result: dict[str, Any]) -> str:
@@ -66,9 +75,12 @@ def _lines(result: dict[str, Any]) -> str:
     if "kernels" not in result:
         return line
     lines = [f"{line}, device busy {result['busy_seconds'] * 1e3:.3f} ms"]
-    for kernel in result["kernels"][:_MOST_KERNELS]:
-        lines.append(f"  {kernel['seconds'] * 1e6:9.1f} us in {kernel['launches']:6.1f}  {kernel['name'][:90]}")
-    return "\n".join(lines)
+    lines += [_line(kernel) for kernel in result["kernels"][:_MOST_KERNELS]]
+    return "\n".join([*lines, "  the host's calls:", *(_line(call) for call in result["calls"][:_MOST_CALLS])])
+
+
+def _line(entry: dict[str, Any]) -> str:
+    return f"  {entry['seconds'] * 1e6:9.1f} us in {entry['launches']:6.1f}  {entry['name'][:90]}"
 
 
 def numbers(text: str) -> list[int]:
