@@ -1,8 +1,9 @@
 """Attention of the many rows of a prompt's chunk: a program takes the rows of one block of positions, unsplit.
 
-Blocks of rows lie at fixed absolute positions, and so do those of keys, so that a row's bits do not depend on where a
-chunk begins or ends. They are not those of the decode form: a row that is computed again as part of a prompt differs
-by rounding.
+A tile is so many rows times all query heads that share a key head, so that keys are read once for all of them. Tiles
+lie at fixed absolute positions, and so do blocks of keys, of which those that every row of the tile sees are taken in
+without a mask: a row's bits do not depend on where a chunk begins or ends. They are not those of the decode form: a
+row that is computed again as part of a prompt differs by rounding.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import triton
 import triton.language as tl
 
 from kernels.kv_cache import PAGE_SIZE, LayerCache
-from kernels.triton_forms.attention_tile import LOG2_E, add_sink, load_page, take_block_in
+from kernels.triton_forms.attention_tile import LOG2_E, add_sink, take_block_in
 
 TILE = 128  # rows times heads of a group
+KEYS = 64  # of a block: one page, or two
 WARPS, STAGES = 8, 3
+REGISTERS = 128  # of a thread at most: two programs of eight warps fit a multiprocessor
 
 
 def prefill_attention(
@@ -35,7 +38,8 @@ def prefill_attention(
     out = torch.empty_like(q)
     if rows:
         group_block = triton.next_power_of_2(heads // kv_heads)
-        _attend_prefill[(rows, kv_heads)](
+        tile = max(TILE, group_block)
+        _attend_prefill[(triton.cdiv(rows, tile // group_block), kv_heads)](
             q,
             cache.keys,
             cache.values,
@@ -52,13 +56,15 @@ def prefill_attention(
             KV_HEADS=kv_heads,
             GROUP=heads // kv_heads,
             GROUP_BLOCK=group_block,
-            TILE=max(TILE, group_block),
+            TILE=tile,
+            KEYS=KEYS,
             WIDTH=width,
             BLOCK=max(16, triton.next_power_of_2(width)),
             PAGE=PAGE_SIZE,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             num_warps=WARPS,
             num_stages=STAGES,
+            maxnreg=REGISTERS,
         )
     return out
 
@@ -82,54 +88,143 @@ def _attend_prefill(
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """A program takes the tiles whose first rows are among its own: one as a rule, more where sequences meet."""
     TILE_ROWS: tl.constexpr = TILE // GROUP_BLOCK
-    row, kv_head = tl.program_id(0), tl.program_id(1)
-    sequence = tl.load(sequences + row)
-    tile = tl.load(positions + row) // TILE_ROWS
-    # The first row of a block of positions leads its tile; the others have nothing to do.
-    if row > 0:
-        previous = tl.load(positions + row - 1) // TILE_ROWS
-        if (tl.load(sequences + row - 1) == sequence) & (previous == tile):
-            return
+    # The last rows see the most keys: they go first.
+    kv_head, own_rows = tl.program_id(1), (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_ROWS
+    place = own_rows + tl.arange(0, TILE_ROWS)
+    here, behind = place < rows, (place > 0) & (place < rows)
+    tile = tl.load(positions + place, mask=here, other=0) // TILE_ROWS
+    goes_on = tl.load(positions + place - 1, mask=behind, other=-1) // TILE_ROWS == tile
+    goes_on &= tl.load(sequences + place - 1, mask=behind, other=-1) == tl.load(sequences + place, mask=here, other=-1)
+    leads = here & ~(behind & goes_on)
 
-    member = tl.arange(0, TILE)
-    tile_row, in_group = row + member // GROUP_BLOCK, member % GROUP_BLOCK
-    inside = (tile_row < rows) & (in_group < GROUP)
-    own = tl.load(positions + tile_row, mask=inside, other=-1)
-    inside = inside & (tl.load(sequences + tile_row, mask=inside, other=-1) == sequence) & (own // TILE_ROWS == tile)
-    last = tl.max(tl.where(inside, own, -1), 0)
-    first = 0
-    if first_positions is not None:
-        first = tl.load(first_positions + sequence)
-    edge = tl.zeros((TILE,), tl.int32) + first
-    if window is not None:
-        edge = tl.maximum(edge, own - window + 1)
-    lowest = tl.min(tl.where(inside, edge, last), 0)
+    row = own_rows - 1
+    for _ in range(tl.sum(leads.to(tl.int32), 0)):
+        row = tl.min(tl.where(leads & (place > row), place, rows), 0)
+        sequence = tl.load(sequences + row)
+        member = tl.arange(0, TILE)
+        tile_row, in_group = row + member // GROUP_BLOCK, member % GROUP_BLOCK
+        inside = (tile_row < rows) & (in_group < GROUP)
+        begin = tl.load(positions + row) // TILE_ROWS * TILE_ROWS
+        own = tl.load(positions + tile_row, mask=inside, other=-1)
+        inside &= (tl.load(sequences + tile_row, mask=inside, other=-1) == sequence) & (own >= begin)
+        inside &= own < begin + TILE_ROWS
+        own = tl.where(inside, own, -1)
+        first = 0
+        if first_positions is not None:
+            first = tl.load(first_positions + sequence)
+        edge = tl.zeros((TILE,), tl.int32) + first
+        if window is not None:
+            edge = tl.maximum(edge, own - window + 1)
+        last = tl.max(own, 0)
+        lowest = tl.min(tl.where(inside, edge, last), 0)
+        blocks_end = last // KEYS + 1
+        # Blocks that every row of the whole tile sees, whichever rows of it are here; in a window there are few.
+        full_begin, full_end = blocks_end, blocks_end
+        if window is None:
+            full_begin = tl.cdiv(first, KEYS)
+            full_end = tl.maximum(full_begin, (begin + 1) // KEYS)
 
-    dims, slots = tl.arange(0, BLOCK), tl.arange(0, PAGE)
-    head = kv_head * GROUP + in_group
-    vector = (tile_row.to(tl.int64) * KV_HEADS * GROUP + head) * WIDTH
-    in_vector = inside[:, None] & (dims[None, :] < WIDTH)
-    queries = tl.load(q + vector[:, None] + dims[None, :], mask=in_vector, other=0.0)
+        dims = tl.arange(0, BLOCK)
+        head = kv_head * GROUP + in_group
+        vector = (tile_row.to(tl.int64) * KV_HEADS * GROUP + head) * WIDTH
+        in_vector = inside[:, None] & (dims[None, :] < WIDTH)
+        queries = tl.load(q + vector[:, None] + dims[None, :], mask=in_vector, other=0.0)
+        largest = tl.full((TILE,), float("-inf"), tl.float32)
+        total = tl.zeros((TILE,), tl.float32)
+        acc = tl.zeros((TILE, BLOCK), tl.float32)
+        table = page_tables + sequence.to(tl.int64) * table_width
+        for part in tl.static_range(3 if window is None else 1):
+            if part == 0:
+                start, stop = lowest // KEYS, tl.minimum(full_begin, blocks_end)
+            elif part == 1:
+                start, stop = full_begin, full_end
+            else:
+                start, stop = full_end, blocks_end
+            largest, total, acc = _take_blocks_in(
+                start,
+                stop,
+                queries,
+                keys,
+                values,
+                table,
+                kv_head,
+                edge,
+                own,
+                lowest,
+                last,
+                scale,
+                largest,
+                total,
+                acc,
+                part != 1,
+                KV_HEADS,
+                KEYS,
+                WIDTH,
+                BLOCK,
+                PAGE,
+                PRECISION,
+            )
 
-    largest = tl.full((TILE,), float("-inf"), tl.float32)
-    total = tl.zeros((TILE,), tl.float32)
-    acc = tl.zeros((TILE, BLOCK), tl.float32)
-    table = page_tables + sequence.to(tl.int64) * table_width
-    for index in range(lowest // PAGE, last // PAGE + 1):
-        k, value_places = load_page(keys, values, tl.load(table + index), kv_head, KV_HEADS, WIDTH, BLOCK, PAGE)
-        key = index * PAGE + slots
-        seen = (key >= lowest) & (key <= last)
-        v = tl.load(value_places, mask=seen[:, None] & (dims[None, :] < WIDTH), other=0.0)
-        visible = (key[None, :] >= edge[:, None]) & (key[None, :] <= own[:, None]) & inside[:, None]
-        largest, total, acc = take_block_in(queries, k, v, visible, scale, largest, total, acc, PRECISION)
+        if sinks is not None:
+            total, acc = add_sink(sinks, head, inside, largest, total, acc)
+        total = tl.where(inside, total, 1.0)
+        tl.store(out + vector[:, None] + dims[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=in_vector)
 
-    if sinks is not None:
-        total, acc = add_sink(sinks, head, inside, largest, total, acc)
-    total = tl.where(inside, total, 1.0)
-    tl.store(out + vector[:, None] + dims[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=in_vector)
+
+@triton.jit
+def _take_blocks_in(
+    start,
+    stop,
+    queries,
+    keys,
+    values,
+    table,
+    kv_head,
+    edge,
+    own,
+    lowest,
+    last,
+    scale,
+    largest,
+    total,
+    acc,
+    MASKED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Takes blocks of keys start..stop-1 in. Pages are looked up a block ahead, so that no load waits for its page."""
+    PAGES: tl.constexpr = KEYS // PAGE
+    dims, slots = tl.arange(0, BLOCK), tl.arange(0, KEYS)
+    page = tl.load(table + tl.minimum(start * PAGES, last // PAGE))
+    other_page = tl.load(table + tl.minimum(start * PAGES + PAGES - 1, last // PAGE))
+    for index in range(start, stop):
+        block = (tl.where(slots < PAGE, page, other_page).to(tl.int64) * KV_HEADS + kv_head) * WIDTH * PAGE
+        page = tl.load(table + tl.minimum((index + 1) * PAGES, last // PAGE))
+        other_page = tl.load(table + tl.minimum((index + 1) * PAGES + PAGES - 1, last // PAGE))
+        offsets = slots % PAGE
+        k_places = keys + block[None, :] + dims[:, None] * PAGE + offsets[None, :]
+        v_places = values + block[:, None] + offsets[:, None] * WIDTH + dims[None, :]
+        k = tl.load(k_places, mask=dims[:, None] < WIDTH, other=0.0)
+        if MASKED:
+            key = index * KEYS + slots
+            # A freed page may hold anything: what no row sees is not to be multiplied, not even by zero.
+            seen = (key >= lowest) & (key <= last)
+            v = tl.load(v_places, mask=seen[:, None] & (dims[None, :] < WIDTH), other=0.0)
+            visible = (key[None, :] >= edge[:, None]) & (key[None, :] <= own[:, None])
+            largest, total, acc = take_block_in(queries, k, v, visible, scale, largest, total, acc, PRECISION)
+        else:
+            v = tl.load(v_places, mask=dims[None, :] < WIDTH, other=0.0)
+            largest, total, acc = take_block_in(queries, k, v, None, scale, largest, total, acc, PRECISION)
+    return largest, total, acc

@@ -12,14 +12,18 @@ LOG2_E = 1.4426950408889634
 def take_block_in(q, k, v, visible, scale, largest, total, acc, PRECISION: tl.constexpr):
     """Returns (largest, total, acc) of the rows q[M, D] with the keys k[D, N] and values v[N, D] taken in.
 
-    visible: [M, N]; a row that sees none of them keeps its bits. scale includes log2(e). Values that no row sees must
-    be finite.
+    visible: [M, N], or None where every row sees every key; a row that sees none of them keeps its bits. scale: more
+    than zero, log2(e) included. Values that no row sees must be finite.
     """
-    logits = tl.where(visible, tl.dot(q, k, input_precision=PRECISION) * scale, float("-inf"))
-    new_largest = tl.maximum(largest, tl.max(logits, 1))
-    # A row that has seen no key yet: any finite number keeps -inf from being subtracted from itself.
-    reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-    weights = tl.exp2(logits - reference[:, None])
+    logits = tl.dot(q, k, input_precision=PRECISION)
+    if visible is not None:
+        logits = tl.where(visible, logits, float("-inf"))
+    new_largest = tl.maximum(largest, tl.max(logits, 1) * scale)
+    reference = new_largest
+    if visible is not None:
+        # A row that has seen no key yet: any finite number keeps -inf from being subtracted from itself.
+        reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    weights = tl.exp2(logits * scale - reference[:, None])
     kept = tl.exp2(largest - reference)
     total = total * kept + tl.sum(weights, 1)
     acc = acc * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)

@@ -1,10 +1,13 @@
 """Paged attention: chains, prompts and windows against the PyTorch form, and bits that no neighbour changes."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from kernels.attention import paged_attention_torch
 from kernels.kv_cache import KVCache, slots_of
+from kernels.triton_forms import attention_prefill
 from kernels.triton_forms.attention import paged_attention
 from tests.kernels.triton_forms.conftest import DTYPES, INTERPRETED, close
 
@@ -95,6 +98,36 @@ def test_prompts(random, dtype, options):
         part = slice(begin, end)
         chunk = scene.attend(paged_attention, q[part], sequences[part], positions[part], options, num_chain_rows=0)
         assert torch.equal(chunk, found[part])
+
+
+@pytest.mark.parametrize("keys", [64, 128])
+@pytest.mark.parametrize("options", [{}, {"window": 100, "sinks": True}, {"first_positions": [70, 3]}], ids=str)
+def test_prompts_of_several_tiles(random, monkeypatch, keys, options):
+    monkeypatch.setattr(attention_prefill, "KEYS", keys)
+    monkeypatch.setattr(attention_prefill, "TILE", 64)  # 16 rows
+    scene = Scene(random, torch.float32)
+    places = [(0, p) for p in range(185, 225)] + [(1, p) for p in (10, 11)] + [(0, p) for p in (590, 591, 592)]
+    q, sequences, positions = scene.rows(*places)
+    found = scene.attend(paged_attention, q, sequences, positions, options, num_chain_rows=0)
+    close(found, scene.attend(paged_attention_torch, q, sequences, positions, options), torch.float32)
+    for begin, end in ((0, 1), (1, 30), (30, 45)):
+        part = slice(begin, end)
+        chunk = scene.attend(paged_attention, q[part], sequences[part], positions[part], options, num_chain_rows=0)
+        assert torch.equal(chunk, found[part])
+
+
+@pytest.mark.parametrize("chain_rows", [0, 3])
+def test_keys_that_no_row_sees_may_be_anything(random, chain_rows):
+    scene = Scene(random, torch.float32)
+    q, sequences, positions = scene.rows(*((0, p) for p in (230, 231, 232)))
+    attend = partial(scene.attend, paged_attention, q, sequences, positions, num_chain_rows=chain_rows)
+    windowed, whole = attend({"window": 100}), attend({"first_positions": [131, 0]})
+    gone = torch.arange(131, device=scene.device).int()
+    nothing = torch.full((131, KV_HEADS, WIDTH), torch.nan, device=scene.device)
+    scene.cache.write(0, nothing, nothing, slots_of(scene.tables, torch.zeros_like(gone), gone))
+    assert torch.equal(attend({"window": 100}), windowed)
+    assert torch.equal(attend({"first_positions": [131, 0]}), whole)
+    assert windowed.isfinite().all() and whole.isfinite().all()
 
 
 def test_chains_before_prompts(random):
