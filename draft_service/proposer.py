@@ -78,7 +78,7 @@ class Proposer:
         others = list(turns)
         if self._static_steps is not None:
             groups, others = split(turns)
-            queued = [(group, _unpack(to_host(self._static_steps.run(group)))) for group in groups]
+            queued = [(group, _unpack(self._static_steps.run(group))) for group in groups]
         if others:
             longest_first = sorted(others, key=lambda turn: -turn.num_tokens)
             queued.append((longest_first, self._run(longest_first)))

@@ -19,11 +19,12 @@ from draft_service.model import DraftModel
 from draft_service.turn import Turn, chain_rows_last, joined_states, places_of_rows
 from kernels.attention_block import Rows
 from kernels.graphs import MOST_ROWS, Graphs, Layout, padded
+from kernels.transfer import host_room, land
 
 MOST_SEQUENCES = 64
 # More are a prompt's.
 MOST_ROWS_OF_ONE = 32
-# Of each token of the chains its id and the bits of its probability, int32 [K, 2, S].
+# Of each token of the chains its id and the bits of its probability, int32 [K, 2, S] in main memory.
 Packed = torch.Tensor
 
 
@@ -60,10 +61,13 @@ class StaticSteps:
         self._graphs = graphs
         most, width = MOST_ROWS + MOST_SEQUENCES, model.draft.input_width
         self._states = torch.zeros(most, width, dtype=model.dtype, device=model.device)
+        # By the chains' length, since groups of several lengths can be queued at once.
+        self._landing: dict[int, torch.Tensor] = {}
 
     def run(self, turns: Sequence[Turn]) -> Packed:
-        """Tokens and probabilities of all chains, and of sequences that repeat the last; until such a step runs again.
+        """Tokens and probabilities of all chains, in main memory, and of sequences that repeat the last.
 
+        They are there once the device has been waited for, until such a step with chains of that length runs again.
         The inputs are free once the device has been waited for: no two groups of one step may have one length.
         """
         sequences, tokens = [turn.sequence for turn in turns], turns[0].num_tokens
@@ -89,6 +93,8 @@ class StaticSteps:
         states = joined_states(pieces, self._model.device)
         self._fill_states(states[:taken_in], 0, shape.rows)
         self._fill_states(states[taken_in:], shape.rows, shape.rows + shape.sequences)
+        if tokens not in self._landing:
+            self._landing[tokens] = host_room((tokens * 2 * MOST_SEQUENCES,), torch.int32, self._model.device)
         return self._graphs.run(step)
 
     def _fill_states(self, states: torch.Tensor, begin: int, end: int) -> None:
@@ -115,7 +121,8 @@ class StaticSteps:
             logits, hidden = model.propose(hidden, token_ids, rows, kv)
             token_ids, probabilities = self._chooser.choose_rows(logits, positions=positions, **params)
             drafted += [token_ids.int(), probabilities.view(torch.int32)]
-        return torch.stack(drafted).view(shape.tokens, 2, shape.sequences)
+        packed = torch.stack(drafted).view(shape.tokens, 2, shape.sequences)
+        return land(packed, self._landing[shape.tokens])
 
 
 def _layout(shape: Shape) -> Layout:

@@ -6,7 +6,7 @@ what they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,6 +24,16 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
+
+
+def host_room(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Main memory for results of `device` that are brought there again and again, by `land` in a graph for one."""
+    return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def land(tensor: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """The elements of `tensor`, at the front of `room`, to be read after the next `wait`."""
+    return room[: tensor.numel()].view(tensor.shape).copy_(tensor, non_blocking=True)
 
 
 def mark(device: torch.device) -> Callable[[], None]:

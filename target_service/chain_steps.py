@@ -17,6 +17,7 @@ from kernels.graphs import MOST_ROWS, Graphs, padded
 from kernels.kv_cache import KVCache
 from kernels.row_params import DTYPES, RowParams, passes, row_values
 from kernels.sampling import ChainRows, choose, choose_rows
+from kernels.transfer import host_room, land, to_host
 from target_service.aux import wanted_boundaries
 from target_service.batch import PageTables, chain_columns
 from target_service.models import ForwardBatch, ForwardOutput, Model
@@ -37,7 +38,7 @@ class Shape:
     passes: tuple[bool, bool] | None
 
 
-# The rows' hidden states, and what each chooses, int64 [R], or logits, float32 [R, V].
+# The rows' hidden states, and what each chooses, int64 [R] in main memory, or logits, float32 [R, V].
 Verified = tuple[ForwardOutput, torch.Tensor]
 
 
@@ -60,11 +61,12 @@ class ChainSteps:
         self._tables = tables
         self._graphs = graphs
         self._vocabulary = model.config.vocab_size
-        # One for all shapes.
+        # One of each for all shapes.
+        self._choices = host_room((MOST_ROWS,), torch.int64, tables.rows.device)
         self._logits = torch.empty(0)
 
     def run(self, work: list[Work], chains: list[ChainRows]) -> tuple[ForwardOutput, torch.Tensor, torch.Tensor | None]:
-        """Hidden states of the rows, what each chooses, int64 [R], and their logits, if kept; until a step runs again.
+        """Hidden states of the rows, their choices, int64 [R], in main memory, and logits, if kept; until another step.
 
         The first two go on with rows that repeat the last.
         """
@@ -81,7 +83,7 @@ class ChainSteps:
         if not keeps:
             return output, found, None
         logits = found[: len(token_ids)]
-        return output, choose(logits, chains), logits
+        return output, to_host(choose(logits, chains)), logits
 
     def _verify(self, shape: Shape, inputs: Mapping[str, torch.Tensor]) -> Verified:
         """What is captured."""
@@ -93,7 +95,8 @@ class ChainSteps:
             return output, self._keep(logits)
         params = {name: inputs[name] for name in DTYPES}
         all_greedy, filters = shape.passes
-        return output, choose_rows(logits, RowParams(**params, all_greedy=all_greedy, filters=filters))
+        choices = choose_rows(logits, RowParams(**params, all_greedy=all_greedy, filters=filters))
+        return output, land(choices, self._choices)
 
     def _keep(self, logits: torch.Tensor) -> torch.Tensor:
         """Copies logits to where they outlast the step."""

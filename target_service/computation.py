@@ -45,8 +45,7 @@ class Computation:
         """Any mixture of chains and chunks of prompts, chains first."""
         chains = [_chain_rows(item) for item in work if item.num_choices]
         if self._chain_steps is not None and fits(work, chains):
-            output, choices, logits = self._chain_steps.run(work, chains)
-            return Results(output, to_host(choices), logits)
+            return Results(*self._chain_steps.run(work, chains))
         return self._run(work, chains)
 
     def _run(self, work: list[Work], chains: list[ChainRows]) -> Results:

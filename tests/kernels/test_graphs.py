@@ -5,6 +5,7 @@ import torch
 
 from kernels import graphs
 from kernels.graphs import Columns, Graphs, padded
+from kernels.transfer import host_room, land
 
 CPU = torch.device("cpu")
 LAYOUT = {"a": (torch.int32, (5,)), "none": (torch.int64, (0,)), "b": (torch.float32, (3, 2))}
@@ -24,6 +25,14 @@ def test_columns_arrive_when_they_are_sent_and_repeat_their_last_entry():
     assert columns.device["a"].tolist() == [9, 8, 7, 6, 5]
     with pytest.raises(ValueError):
         columns.fill("a", range(6))
+
+
+def test_results_land_in_the_same_room_again_and_again():
+    room = host_room((8,), torch.int32, CPU)
+    first = land(torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.int32), room)
+    assert first.tolist() == [[1, 2, 3], [4, 5, 6]]
+    second = land(torch.tensor([7, 8], dtype=torch.int32), room)
+    assert second.tolist() == [7, 8] == first.flatten().tolist()[:2]
 
 
 def run(held, shape, value=1.0):
