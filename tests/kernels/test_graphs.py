@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import graphs
-from kernels.graphs import Columns, Graphs, padded
+from kernels.graphs import Columns, Graphs, graphs_of, padded
 from kernels.transfer import host_room, land
 
 CPU = torch.device("cpu")
@@ -58,3 +58,11 @@ def test_shapes_are_held_up_to_their_number_and_make_room_when_they_do_not_come_
 
 def test_numbers_of_rows():
     assert [padded(count) for count in (0, 1, 7, 8, 9, 17, 64, 65, 256)] == [0, 1, 7, 8, 16, 24, 64, 96, 256]
+
+
+def test_graphs_are_for_models_whose_steps_never_wait(monkeypatch):
+    monkeypatch.delenv("OUTRIDER_STATIC_STEPS", raising=False)
+    made = {(wanted, never): graphs_of(CPU, wanted=wanted, never_waits=never) for wanted in (0, 1) for never in (0, 1)}
+    assert [key for key, found in made.items() if found is not None] == [(1, 1)]
+    monkeypatch.setenv("OUTRIDER_STATIC_STEPS", "1")
+    assert graphs_of(CPU, wanted=True, never_waits=False) is not None
