@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton_forms.overlap import LAUNCH, after_previous
-from kernels.triton_forms.parts import sum_parts_of_row
+from kernels.triton_forms.parts import bias_of, sum_parts_of_row
 
 _BLOCK = 512
 
@@ -25,11 +25,12 @@ def swiglu(parts: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -
 
 @triton.jit(do_not_specialize=["rows"])
 def _swiglu(parts, bias, out, rows, width, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    after_previous()
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    gate = sum_parts_of_row(parts, bias, row, rows, 2 * width, column, inside, NUM_PARTS)
-    up = sum_parts_of_row(parts, bias, row, rows, 2 * width, column + width, inside, NUM_PARTS)
+    gate_bias, up_bias = bias_of(bias, column, inside), bias_of(bias, column + width, inside)
+    after_previous()
+    gate = sum_parts_of_row(parts, row, rows, 2 * width, column, inside, NUM_PARTS) + gate_bias
+    up = sum_parts_of_row(parts, row, rows, 2 * width, column + width, inside, NUM_PARTS) + up_bias
     value = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out + row.to(tl.int64) * width + column, value.to(out.dtype.element_ty), mask=inside)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from kernels.triton_forms.overlap import LAUNCH, after_previous
+from kernels.triton_forms.overlap import LAUNCH, OVERLAPS, prefetch, reader_after_previous, reader_has_read
 from kernels.triton_forms.parts import sum_parts
 
 MOST_ROWS = 64
@@ -22,7 +22,10 @@ BLOCK_K = 64
 PROGRAMS = 264  # two for each multiprocessor of an H200; a constant, since the splits follow from it
 MOST_SPLITS = 16
 WARPS, STAGES = 4, 5
+# What a program fetches of its weights before it waits for the kernel before it, in KB.
+PREFETCH_KB = 32 if OVERLAPS.value else 0
 _WIDE = 16384  # outputs of a head
+_LINE = 128  # bytes
 
 
 def linear(
@@ -59,6 +62,12 @@ def _tile_outputs(outputs: int) -> int:
     return WIDE_TILE_OUTPUTS if outputs >= _WIDE else TILE_OUTPUTS
 
 
+def _lines_ahead(tile_outputs: int, span: int, itemsize: int) -> int:
+    """How many lines of the cache each output fetches ahead: a power of two, 0 for none."""
+    lines = min(PREFETCH_KB * 1024 // tile_outputs, span * itemsize) // _LINE
+    return triton.next_power_of_2(lines) if lines else 0
+
+
 def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     x = x.contiguous()
     rows, inputs = x.shape
@@ -80,6 +89,7 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dt
             BLOCK_M=TILE_ROWS,
             BLOCK_N=tile,
             BLOCK_K=BLOCK_K,
+            LINES=_lines_ahead(tile, span, weight.element_size()),
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
             num_warps=WARPS,
             num_stages=STAGES,
@@ -101,13 +111,18 @@ def _linear(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LINES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    after_previous()
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
     begin = split * SPAN
+    if LINES > 0:
+        line = begin + tl.arange(0, LINES) * (1024 // weight.dtype.element_ty.primitive_bitwidth)
+        first = weight + tl.minimum(column, outputs - 1)[:, None].to(tl.int64) * INPUTS
+        prefetch(first + tl.minimum(line, INPUTS - 1)[None, :])
+    reader_after_previous()
     k = begin + tl.arange(0, BLOCK_K)
     x_places = x + row[:, None] * INPUTS + k[None, :]
     weight_places = weight + column[:, None].to(tl.int64) * INPUTS + k[None, :]
@@ -122,6 +137,7 @@ def _linear(
             eviction_policy="evict_first",
         )
         acc = tl.dot(a, tl.trans(b.to(a.dtype)), acc, input_precision=PRECISION)
+    reader_has_read()
     if bias is not None:
         acc += tl.load(bias + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
     place = (split * rows + row[:, None]).to(tl.int64) * outputs + column[None, :]

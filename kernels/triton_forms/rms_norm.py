@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton_forms.overlap import LAUNCH, after_previous
-from kernels.triton_forms.parts import sum_parts_of_row
+from kernels.triton_forms.parts import bias_of, sum_parts_of_row
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -64,12 +64,14 @@ def _launch(
 def _add_rms_norm(
     parts, bias, residual, weight, total, out, eps, rows, width, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    after_previous()
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     place = row.to(tl.int64) * width + columns
-    x = sum_parts_of_row(parts, bias, row, rows, width, columns, inside, NUM_PARTS)
+    factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    own_bias = bias_of(bias, columns, inside)
+    after_previous()
+    x = sum_parts_of_row(parts, row, rows, width, columns, inside, NUM_PARTS) + own_bias
     if residual is not None:
         x += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
     if total is not None:
@@ -77,5 +79,4 @@ def _add_rms_norm(
         tl.store(total + place, rounded, mask=inside)
         x = rounded.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
-    scaled = x * scale * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, scaled.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + place, (x * scale * factors).to(out.dtype.element_ty), mask=inside)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kernels.kv_cache import PAGE_SIZE, LayerCache
 from kernels.triton_forms.overlap import LAUNCH, after_previous
-from kernels.triton_forms.parts import sum_parts_of_row
+from kernels.triton_forms.parts import bias_of, sum_parts_of_row
 
 
 def rope_and_write(
@@ -94,17 +94,24 @@ def _rope_and_write(
     NUM_PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    after_previous()
     row, head = tl.program_id(0), tl.program_id(1)
     width = (NUM_HEADS + 2 * NUM_KV_HEADS) * 2 * HALF
     pair = tl.arange(0, BLOCK)
     inside = pair < HALF
     column = head * 2 * HALF + pair
     dtype = keys.dtype.element_ty
-    first = sum_parts_of_row(parts, bias, row, rows, width, column, inside, NUM_PARTS).to(dtype)
-    second = sum_parts_of_row(parts, bias, row, rows, width, column + HALF, inside, NUM_PARTS).to(dtype)
 
-    position = tl.load(positions + row)
+    # Loads that depend on each other come before the wait.
+    position, sequence = tl.load(positions + row), tl.load(sequences + row).to(tl.int64)
+    first_bias, second_bias = bias_of(bias, column, inside), bias_of(bias, column + HALF, inside)
+    angle = position.to(tl.int64) * HALF + pair
+    c = tl.load(cos + angle, mask=inside, other=0.0)
+    s = tl.load(sin + angle, mask=inside, other=0.0)
+    page = tl.load(page_tables + sequence * table_width + position // PAGE).to(tl.int64)
+    after_previous()
+
+    first = (sum_parts_of_row(parts, row, rows, width, column, inside, NUM_PARTS) + first_bias).to(dtype)
+    second = (sum_parts_of_row(parts, row, rows, width, column + HALF, inside, NUM_PARTS) + second_bias).to(dtype)
     if head < NUM_HEADS + NUM_KV_HEADS:
         x, y = first.to(tl.float32), second.to(tl.float32)
         if q_norm is not None:
@@ -115,9 +122,6 @@ def _rope_and_write(
             x = x * scale * tl.load(norm + pair, mask=inside, other=0.0).to(tl.float32)
             y = y * scale * tl.load(norm + HALF + pair, mask=inside, other=0.0).to(tl.float32)
             x, y = x.to(dtype).to(tl.float32), y.to(dtype).to(tl.float32)
-        angle = position.to(tl.int64) * HALF + pair
-        c = tl.load(cos + angle, mask=inside, other=0.0)
-        s = tl.load(sin + angle, mask=inside, other=0.0)
         first, second = (x * c - y * s).to(dtype), (y * c + x * s).to(dtype)
 
     if head < NUM_HEADS:
@@ -125,8 +129,6 @@ def _rope_and_write(
         tl.store(place, first, mask=inside)
         tl.store(place + HALF, second, mask=inside)
     else:
-        sequence = tl.load(sequences + row).to(tl.int64)
-        page = tl.load(page_tables + sequence * table_width + position // PAGE).to(tl.int64)
         offset = position % PAGE
         if head < NUM_HEADS + NUM_KV_HEADS:
             block = page * NUM_KV_HEADS + (head - NUM_HEADS)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton_forms.overlap import LAUNCH, after_previous
-from kernels.triton_forms.parts import sum_parts_of_row
+from kernels.triton_forms.parts import bias_of, sum_parts_of_row
 
 
 def choose_experts(
@@ -55,10 +55,11 @@ def _choose_experts(
     NORMALIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    after_previous()
     row = tl.program_id(0)
     expert, rank = tl.arange(0, BLOCK), tl.arange(0, TOP_K_BLOCK)
-    logits = sum_parts_of_row(parts, bias, row, rows, experts, expert, expert < experts, NUM_PARTS)
+    own_bias = bias_of(bias, expert, expert < experts)
+    after_previous()
+    logits = sum_parts_of_row(parts, row, rows, experts, expert, expert < experts, NUM_PARTS) + own_bias
     logits = tl.where(expert < experts, logits, float("-inf"))
     best = tl.max(logits, 0)
     total = tl.sum(tl.exp(logits - best), 0)
