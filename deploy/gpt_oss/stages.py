@@ -47,8 +47,8 @@ FULL = Sizes(
     tests=("-n", "8", "--dist", "loadfile", "tests/device", "tests/kernels/triton_forms"),
     kernels=(),
     sweeps={
-        "experts": ("experts", "experts.BLOCKS=1,2", "experts.STAGES=3,6", "experts.WARPS=4,8"),
-        "experts-tiles": ("experts", "experts.GATED_OUTPUTS=64,128", "experts.DOWN_OUTPUTS=16,32,64"),
+        "experts": ("experts", "experts.UNROLLED=1,3,5", "experts.STAGES=2,3,5"),
+        "experts-tiles": ("experts_prefill", "experts.LARGE_TILE=64,128", "experts.LARGE_OUTPUTS=128,256"),
         "linear": ("linear", "linear.BLOCK_K=64,128", "linear.STAGES=3,5", "linear.TILE_OUTPUTS=16,32"),
         "attention": (
             *("attention_decode", "attention_decode.PAGES_PER_SPLIT=4,8,16", "attention_decode.STAGES=2,3,4"),

@@ -39,9 +39,10 @@ def expert_cases(data: Data) -> Iterator[Case]:
     from kernels.triton_forms.mxfp4 import pack_experts
     from kernels.triton_forms.parts import sum_parts
 
-    s, rows = data.sizes, data.sizes.prompt
+    s, prompts = data.sizes, (data.sizes.prompt, 4 * data.sizes.prompt)
+    rows = max(prompts)
     halves = [random_experts(data, 2 * s.intermediate, s.hidden), random_experts(data, s.hidden, s.intermediate)]
-    gate_up, down = (pack_experts(*tensors) for tensors in halves)
+    gate_up, down = (pack_experts(*half, gated=gated) for half, gated in zip(halves, (True, False), strict=True))
     x = data.normal(rows, s.hidden)
     draws = [data.normal(rows, s.experts, dtype=torch.float32).topk(s.top_k) for _ in range(_ROUTINGS)]
     routings = [(draw.indices, draw.values.softmax(-1)) for draw in draws]
@@ -68,7 +69,7 @@ def expert_cases(data: Data) -> Iterator[Case]:
     flops = 6.0 * s.top_k * s.hidden * s.intermediate
     yield case("experts", FEW)
     yield case("experts_batch", (min(64, rows), min(256, rows)))
-    yield case("experts_prefill", (rows,), independent=False, flops=lambda rows: flops * rows)
+    yield case("experts_prefill", prompts, independent=False, flops=lambda rows: flops * rows)
 
 
 def random_experts(data: Data, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -30,7 +30,7 @@ def layer_cases(data: Data) -> Iterator[Case]:
     s = data.sizes
     halves = [random_experts(data, 2 * s.intermediate, s.hidden), random_experts(data, s.hidden, s.intermediate)]
     router = pack_weight(data.normal(s.experts, s.hidden, scale=s.hidden**-0.5), data.normal(s.experts))
-    gate_up, down = (pack_experts(*half) for half in halves)
+    gate_up, down = (pack_experts(*half, gated=gated) for half, gated in zip(halves, (True, False), strict=True))
     experts = Experts(router, [], [], s.top_k, 1.702, 7.0, packed=(gate_up, down))
     feed_forward, next_norm = MoeBlock(data.normal(s.hidden), _EPS, experts), data.normal(s.hidden)
     copies = data.copies(2 * s.hidden * s.heads * s.head_dim * data.dtype.itemsize)

@@ -1,12 +1,13 @@
 """MXFP4 mixture of experts, two kernels: gate and up with the gated activation, down with the rank's share.
 
-A program takes one expert, a tile of the rows that chose it, and a tile of its outputs. A pair is a row and one of its
-ranks, row * top_k + rank. What `down` leaves are partial sums by rank, [top_k, T, H], for whoever reads them next to
-add up in the order of the ranks: no atomics.
+A program takes one expert, a tile of its outputs, and a tile of the rows that chose it. A pair is a row and one of its
+ranks, row * top_k + rank. What `down` leaves are partial sums, [top_k * splits, T, H], for whoever reads them next to
+add up in the order of ranks, and of the spans of inputs within a rank: no atomics.
 
 Few rows: every pair has programs, those of the first pair of an expert take all its rows, the others leave; so each
 expert that was chosen is read once, and nothing has to be sorted. More rows: pairs are sorted by expert and cut into
-tiles. Up to MOST_ROWS_OF_SMALL_TILES the tiles and the order of sums are those of few rows.
+tiles. Up to MOST_ROWS_OF_SMALL_TILES the order of sums is that of few rows: how many columns a product has changes no
+column's bits.
 """
 
 from __future__ import annotations
@@ -17,18 +18,17 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.mxfp4 import BLOCK
-from kernels.triton_forms.mxfp4 import PackedExperts, unpack
+from kernels.triton_forms.mxfp4 import TILE, PackedExperts, load_tile
 from kernels.triton_forms.overlap import LAUNCH, after_previous
 
 FEW_ROWS = 16
 MOST_ROWS_OF_SMALL_TILES = 256
-GATED_OUTPUTS, DOWN_OUTPUTS = 64, 32
-WARPS, STAGES = 4, 6
-BLOCKS = 1  # of 32 inputs from each half that are taken at a time: one or two
-LARGE_TILE, LARGE_OUTPUTS = 64, 128
-LARGE_WARPS, LARGE_STAGES = 4, 3
-_SMALL_TILE = 16
+SMALL_TILE, BATCH_TILE = 16, 16  # rows of few, and of a batch
+WARPS, STAGES, UNROLLED = 4, 3, 5
+SPLITS = 3  # spans of the inputs of down: it has half as many outputs as gate and up
+LARGE_TILE, LARGE_OUTPUTS = 128, 256
+LARGE_WARPS, LARGE_STAGES = 8, 3
+_MOST_NUMBERS = 2**31 - 1  # places are 32 bits wide
 
 
 @dataclass(frozen=True)
@@ -59,22 +59,34 @@ def moe_parts(
     down: PackedExperts,
     activation: Activation,
 ) -> torch.Tensor:
-    """Returns the shares of the chosen experts' outputs, float32 [top_k, T, H], for x[T, H].
+    """Returns partial sums of the chosen experts' outputs, by their shares, float32 [S, T, H], for x[T, H].
 
-    ids, shares: [T, top_k]. gate_up: outputs 2 I, gate and up interleaved; down: outputs H.
+    ids, shares: [T, top_k]. gate_up: outputs 2 I, gates and ups in turn; down: outputs H.
     """
     x, (rows, top_k) = x.contiguous(), ids.shape
+    small = rows <= MOST_ROWS_OF_SMALL_TILES
+    splits = _splits(down.shape[2]) if small else 1
     activated = torch.empty(rows * top_k, down.shape[2], dtype=x.dtype, device=x.device)
-    parts = torch.empty(top_k, rows, down.shape[1], dtype=torch.float32, device=x.device)
+    parts = torch.empty(top_k * splits, rows, down.shape[1], dtype=torch.float32, device=x.device)
+    if parts.numel() > _MOST_NUMBERS:
+        raise ValueError(f"experts: expected at most {_MOST_NUMBERS} numbers of partial sums, found {parts.numel()}")
     if rows:
         tiles = _tiles(ids, gate_up.shape[0], _tile_rows(rows))
-        _launch(x, ids, None, gate_up, activated, tiles, activation)
-        _launch(activated, ids, shares, down, parts, tiles, None)
+        _launch(x, ids, None, gate_up, activated, tiles, activation, 1, small)
+        _launch(activated, ids, shares, down, parts, tiles, None, splits, small)
     return parts
 
 
+def _splits(inputs: int) -> int:
+    """How many spans, of whole tiles, there are of so many inputs; no row's number of neighbours changes it."""
+    steps = inputs // TILE
+    return triton.cdiv(steps, triton.cdiv(steps, SPLITS))
+
+
 def _tile_rows(rows: int) -> int:
-    return _SMALL_TILE if rows <= MOST_ROWS_OF_SMALL_TILES else LARGE_TILE
+    if rows <= FEW_ROWS:
+        return SMALL_TILE
+    return BATCH_TILE if rows <= MOST_ROWS_OF_SMALL_TILES else LARGE_TILE
 
 
 def _tiles(ids: torch.Tensor, experts: int, tile_rows: int) -> _Tiles:
@@ -97,12 +109,14 @@ def _launch(
     out: torch.Tensor,
     tiles: _Tiles,
     activation: Activation | None,
+    splits: int,
+    small: bool,
 ) -> None:
     experts, outputs, inputs = weights.shape
-    small = tiles.rows == _SMALL_TILE
-    tile_outputs = (DOWN_OUTPUTS if activation is None else GATED_OUTPUTS) if small else LARGE_OUTPUTS
+    tile_outputs = TILE if small else LARGE_OUTPUTS
+    steps = inputs // TILE
     gate = activation or Activation(1.0, 0.0, 0.0)
-    _experts[(triton.cdiv(outputs, tile_outputs), tiles.count)](
+    _experts[(triton.cdiv(outputs, tile_outputs), tiles.count, splits)](
         x,
         ids,
         shares,
@@ -118,15 +132,16 @@ def _launch(
         min(gate.limit, 3e38),
         gate.offset,
         OUTPUTS=outputs,
-        HALF=inputs // 2,
+        INPUTS=inputs,
+        SPAN=triton.cdiv(steps, splits),
         EXPERTS=experts,
         EXPERTS_BLOCK=triton.next_power_of_2(experts),
         TOP_K=ids.shape[1],
+        SPLITS=splits,
         GATED=activation is not None,
         TILE_ROWS=tiles.rows,
         TILE_OUTPUTS=tile_outputs,
-        GROUP=BLOCK,
-        BLOCKS=BLOCKS,
+        UNROLLED=UNROLLED if small and steps % (splits * UNROLLED) == 0 else 1,
         BF16=x.dtype == torch.bfloat16,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=WARPS if small else LARGE_WARPS,
@@ -163,7 +178,7 @@ def _rows_of_tile(
     begin = tl.load(pair_ends + expert - 1, mask=expert > 0, other=0)
     place = begin + (tile - first_tile) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     inside = place < tl.load(pair_ends + expert)
-    return expert, tl.load(order + place, mask=inside, other=0), inside, exists
+    return expert, tl.load(order + place, mask=inside, other=0).to(tl.int32), inside, exists
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -183,20 +198,21 @@ def _experts(
     limit,
     offset,
     OUTPUTS: tl.constexpr,
-    HALF: tl.constexpr,
+    INPUTS: tl.constexpr,
+    SPAN: tl.constexpr,
     EXPERTS: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
+    SPLITS: tl.constexpr,
     GATED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_OUTPUTS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    UNROLLED: tl.constexpr,
     BF16: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     after_previous()
-    tile = tl.program_id(1)
+    tile, split = tl.program_id(1), tl.program_id(2)
     if order is None:
         expert, pairs, inside, exists = _rows_of_first_pair(ids, tile, rows, TOP_K, TILE_ROWS)
     else:
@@ -206,44 +222,44 @@ def _experts(
     if not exists:
         return
 
-    output = tl.program_id(0) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
-    in_outputs = output < OUTPUTS
+    STEPS: tl.constexpr = INPUTS // 64
+    TILES: tl.constexpr = (OUTPUTS + 63) // 64
     expert = expert.to(tl.int64)
-    values += expert * OUTPUTS * HALF
-    scales += expert * OUTPUTS * ((HALF // GROUP + 1) // 2)
+    lane = tl.arange(0, 2 * TILE_OUTPUTS)
+    # A last tile of outputs that is not there is the one before it once more.
+    of_outputs = tl.minimum(tl.program_id(0) * (TILE_OUTPUTS // 64) + lane // 128, TILES - 1)
+    value_places = values + expert * (TILES * STEPS * 2048) + of_outputs * (STEPS * 2048) + lane % 128 * 16
+    scale_places = scales + expert * (TILES * STEPS * 32) + of_outputs * (STEPS * 32) + lane % 128 // 4
     x_row = pairs // TOP_K if GATED else pairs
-    x_places = x + x_row.to(tl.int64)[:, None] * (2 * HALF)
-    acc = tl.zeros((TILE_ROWS, TILE_OUTPUTS), tl.float32)
-    for begin in range(0, HALF, GROUP * BLOCKS):
-        column = begin + tl.arange(0, GROUP * BLOCKS)
-        in_half = column < HALF if BLOCKS > 1 else column >= 0
-        x_mask = inside[:, None] & in_half[None, :]
-        low_x = tl.load(x_places + column[None, :], mask=x_mask, other=0.0)
-        high_x = tl.load(x_places + HALF + column[None, :], mask=x_mask, other=0.0)
-        block = begin // GROUP
-        word = tl.load(scales + (block // 2) * OUTPUTS + output, mask=in_outputs, other=0) >> (block % 2 * 8)
-        scale = word[:, None]
-        if BLOCKS > 1:
-            scale = scale >> (column // GROUP % 2 * 8)[None, :]
-        mask = in_outputs[:, None] & in_half[None, :]
-        low, high = unpack(
-            values, scale & 0xFF, (scale >> 16) & 0xFF, output, column, HALF, mask, BF16, x.dtype.element_ty
-        )  # fmt: skip
-        acc = tl.dot(low_x, tl.trans(low), acc, input_precision=PRECISION)
-        acc = tl.dot(high_x, tl.trans(high), acc, input_precision=PRECISION)
+    x_places = x + (x_row[None, :] * INPUTS + tl.arange(0, 64)[:, None])
+    acc = tl.zeros((TILE_OUTPUTS, TILE_ROWS), tl.float32)
+    for begin in range(split * SPAN, tl.minimum((split + 1) * SPAN, STEPS), UNROLLED):
+        for one in tl.static_range(UNROLLED):
+            step = begin + one
+            columns = tl.load(x_places + step * 64, mask=inside[None, :], other=0.0)
+            weights = load_tile(value_places + step * 2048, scale_places + step * 32, lane, BF16, x.dtype.element_ty)
+            acc = tl.dot(weights, columns, acc, input_precision=PRECISION)
 
+    of_tile = tl.arange(0, TILE_OUTPUTS)
+    output = tl.program_id(0) * TILE_OUTPUTS + of_tile
+    if GATED:  # rows of the tile are eight gates, then their ups
+        output += of_tile % 8 + of_tile // 8 % 2 - of_tile % 16 + of_tile % 8
+    in_outputs = output < OUTPUTS
     if bias is not None:
-        acc += tl.load(bias + expert * OUTPUTS + output, mask=in_outputs, other=0.0).to(tl.float32)[None, :]
+        biases = tl.load(bias + expert * OUTPUTS + output, mask=in_outputs, other=0.0).to(tl.float32)
+        acc += tl.where(split == 0, biases, 0.0)[:, None]
     if GATED:
-        gate, up = tl.split(tl.reshape(acc, (TILE_ROWS, TILE_OUTPUTS // 2, 2)))
+        halves = tl.reshape(acc, (TILE_OUTPUTS // 16, 2, 8, TILE_ROWS)).permute(0, 2, 3, 1)
+        gate, up = tl.split(halves)
         gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
-        result = gate / (1.0 + tl.exp(-alpha * gate)) * (up + offset)
+        gated = gate / (1.0 + tl.exp(-alpha * gate)) * (up + offset)
+        result = tl.reshape(gated, (TILE_OUTPUTS // 2, TILE_ROWS))
         column = tl.program_id(0) * (TILE_OUTPUTS // 2) + tl.arange(0, TILE_OUTPUTS // 2)
-        place = out + pairs.to(tl.int64)[:, None] * (OUTPUTS // 2) + column[None, :]
-        mask = inside[:, None] & (column < OUTPUTS // 2)[None, :]
+        place = out + (pairs[None, :] * (OUTPUTS // 2) + column[:, None])
+        mask = inside[None, :] & (column < OUTPUTS // 2)[:, None]
     else:
-        result = acc * tl.load(shares + pairs, mask=inside, other=0.0)[:, None]
-        part = (pairs % TOP_K) * rows + pairs // TOP_K
-        place = out + part.to(tl.int64)[:, None] * OUTPUTS + output[None, :]
-        mask = inside[:, None] & in_outputs[None, :]
+        result = acc * tl.load(shares + pairs, mask=inside, other=0.0)[None, :]
+        part = (pairs % TOP_K * SPLITS + split) * rows + pairs // TOP_K
+        place = out + (part[None, :] * OUTPUTS + output[:, None])
+        mask = inside[None, :] & in_outputs[:, None]
     tl.store(place, result.to(out.dtype.element_ty), mask=mask)

@@ -154,7 +154,7 @@ class Weights:
         wanted = triton_forms.wanted(torch.empty(0, device=self.device))
         if not wanted or not all(info is not None and info.shape[2] % 2 == 0 for info in blocks):
             return None
-        return self._pack(gate_up), self._pack(down)
+        return self._pack(gate_up, gated=True), self._pack(down, gated=False)
 
     def stacked(self, name: str, *, interleave: bool = False) -> list[PackedWeight]:
         """Packs each expert of `name` [E, outputs, inputs]; `interleave`: the rows of its two halves in turn."""
@@ -172,14 +172,14 @@ class Weights:
         finally:
             self.checkpoint.release(name)
 
-    def _pack(self, stem: str) -> PackedExperts:
+    def _pack(self, stem: str, *, gated: bool) -> PackedExperts:
         """All experts of `stem`, for the Triton form."""
         from kernels.triton_forms.mxfp4 import pack_experts
 
         bias = self(f"{stem}_bias")
         blocks, scales = f"{stem}{_BLOCKS}", f"{stem}{_SCALES}"
         try:
-            return pack_experts(self.raw(blocks), self.raw(scales), bias)
+            return pack_experts(self.raw(blocks), self.raw(scales), bias, gated=gated)
         except ValueError as error:
             raise CheckpointError(f"{self.checkpoint.directory}: {scales}: {error}") from None
         finally:

@@ -30,7 +30,7 @@ def layer(random, dtype):
     for outputs, inputs in ((2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)):
         biases = random(COUNT, outputs).to(dtype)
         tensors = *published(outputs, inputs, biases.device), biases
-        packed.append(pack_experts(*tensors))
+        packed.append(pack_experts(*tensors, gated=not packed))
         halves.append([Mxfp4Weight(*expert, dtype) for expert in zip(*tensors, strict=True)])
     return Experts(router, *halves, TOP_K, 1.702, 7.0, packed=tuple(packed))
 
@@ -58,8 +58,9 @@ def test_more_rows_have_the_bits_of_few(random, dtype, layer):
         assert torch.equal(moe(x[rows], layer), together[rows])
 
 
-def test_two_blocks_at_a_time(random, layer, dtype, monkeypatch):
-    monkeypatch.setattr(form, "BLOCKS", 2)
+def test_steps_taken_together(random, layer, dtype, monkeypatch):
+    monkeypatch.setattr(form, "UNROLLED", 2)
+    monkeypatch.setattr(form, "SPLITS", 1)
     x = random(2, HIDDEN).to(dtype)
     wanted = expected(x, layer)
     close(moe(x, layer), wanted, dtype)
@@ -72,26 +73,32 @@ def test_a_prompt(random, layer, dtype, monkeypatch):
     close(moe(x, layer), wanted, dtype)
 
 
-def test_the_layout_is_what_the_instructions_unpack():
-    """UNPACK's shifts and masks, on words."""
-    blocks, scales = published(4, 128, "cpu")  # four experts, four outputs
-    packed = pack_experts(blocks, scales, None)
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_layout_is_what_the_instructions_unpack(gated):
+    """UNPACK's shifts and masks, on words, and the matrix units' fragments."""
+    outputs, inputs = 128, 192
+    blocks, scales = published(outputs, inputs, "cpu")
+    packed = pack_experts(blocks, scales, None, gated=gated)
     words = packed.values.view(torch.int32).long() & 0xFFFFFFFF
     mask = 0x81C081C0
     pairs = [words & mask, (words << 3) & mask, (words << 6) & mask]
     pairs.append((words << 5) & 0x80008000 | (words >> 6) & 0x01800180 | (words >> 5) & 0x00400040)
     halves = torch.stack([pair >> shift & 0xFFFF for pair in pairs for shift in (0, 16)], dim=-1)
-    values = (halves << 16).int().view(torch.float32) * 2.0**126  # four of the low half, four of the high one
-    low, high = values[..., :4].flatten(-2), values[..., 4:].flatten(-2)
-    # Words [E, 1, N] of four scales: of the low half's two blocks, then of the high half's.
-    scale = packed.scales.view(4, 4, 1).view(torch.uint8)
-    scale = (scale.float() - 127).exp2().repeat_interleave(32, dim=-1)
-    assert torch.equal(torch.cat((low, high), dim=-1) * scale, dequantize_mxfp4(blocks, scales, torch.float32))
+    values = (halves << 16).int().view(torch.float32)
+    # [E, outputs, inputs, warp, g, t, word, low or high, g or g + 8, one of two]
+    values = values.view(COUNT, outputs // 64, inputs // 64, 4, 8, 4, 4, 2, 2, 2)
+    exponents = packed.scales.view(torch.uint8).view(COUNT, outputs // 64, inputs // 64, 4, 8, 1, 2, 1, 1, 2, 1)
+    scale = (exponents.float() - 127).exp2().expand(-1, -1, -1, -1, -1, 4, -1, 2, 2, -1, 2).flatten(6, 7)
+    found = (values * scale).permute(0, 1, 3, 8, 4, 2, 6, 7, 5, 9).reshape(COUNT, outputs, inputs)
+    wanted = dequantize_mxfp4(blocks, scales, torch.float32)
+    if gated:  # sixteen rows are eight gates and their ups
+        wanted = wanted.view(COUNT, -1, 8, 2, inputs).transpose(2, 3).reshape(COUNT, outputs, inputs)
+    assert torch.equal(found, wanted)
 
 
 def test_what_cannot_be_packed():
     blocks, scales = published(4, 96, "cpu")
     with pytest.raises(ValueError, match="an even number of blocks in a row, found 3"):
-        pack_experts(blocks, scales, None)
+        pack_experts(blocks, scales, None, gated=False)
     with pytest.raises(ValueError, match="expected scales up to 128, found 129"):
-        pack_experts(blocks[:, :, :2], torch.full_like(scales[:, :, :2], 129), None)
+        pack_experts(blocks[:, :, :2], torch.full_like(scales[:, :, :2], 129), None, gated=False)
