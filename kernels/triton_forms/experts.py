@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton_forms.mxfp4 import TILE, PackedExperts, load_tile
-from kernels.triton_forms.overlap import LAUNCH, after_previous
+from kernels.triton_forms.overlap import LAUNCH, OVERLAPS, after_previous, prefetch, then_let_next_start
 
 FEW_ROWS = 16
 MOST_ROWS_OF_SMALL_TILES = 256
@@ -28,6 +28,7 @@ WARPS, STAGES, UNROLLED = 4, 3, 5
 SPLITS = 3  # spans of the inputs of down: it has half as many outputs as gate and up
 LARGE_TILE, LARGE_OUTPUTS = 128, 256
 LARGE_WARPS, LARGE_STAGES = 8, 3
+_MOST_LINES = 256  # of 128 bytes, that a program of down fetches before it waits
 _MOST_NUMBERS = 2**31 - 1  # places are 32 bits wide
 
 
@@ -141,6 +142,7 @@ def _launch(
         GATED=activation is not None,
         TILE_ROWS=tiles.rows,
         TILE_OUTPUTS=tile_outputs,
+        LINES=triton.next_power_of_2(min(triton.cdiv(steps, splits) * 16, _MOST_LINES)),
         UNROLLED=UNROLLED if small and steps % (splits * UNROLLED) == 0 else 1,
         BF16=x.dtype == torch.bfloat16,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
@@ -207,11 +209,13 @@ def _experts(
     GATED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_OUTPUTS: tl.constexpr,
+    LINES: tl.constexpr,
     UNROLLED: tl.constexpr,
     BF16: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    after_previous()
+    if GATED:
+        then_let_next_start()
     tile, split = tl.program_id(1), tl.program_id(2)
     if order is None:
         expert, pairs, inside, exists = _rows_of_first_pair(ids, tile, rows, TOP_K, TILE_ROWS)
@@ -219,12 +223,19 @@ def _experts(
         expert, pairs, inside, exists = _rows_of_tile(
             order, pair_ends, tile_ends, tile, EXPERTS, EXPERTS_BLOCK, TILE_ROWS
         )
-    if not exists:
-        return
-
     STEPS: tl.constexpr = INPUTS // 64
     TILES: tl.constexpr = (OUTPUTS + 63) // 64
     expert = expert.to(tl.int64)
+    if not GATED:
+        if OVERLAPS and exists:
+            first = expert * TILES + tl.program_id(0) * (TILE_OUTPUTS // 64)
+            run = values + (first * STEPS + split * SPAN) * 2048
+            line = tl.arange(0, LINES) * 128
+            prefetch(run + tl.minimum(line, SPAN * 2048 - 128))
+        after_previous()
+    if not exists:
+        return
+
     lane = tl.arange(0, 2 * TILE_OUTPUTS)
     # A last tile of outputs that is not there is the one before it once more.
     of_outputs = tl.minimum(tl.program_id(0) * (TILE_OUTPUTS // 64) + lane // 128, TILES - 1)

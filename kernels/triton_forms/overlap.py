@@ -38,6 +38,14 @@ def after_previous():
 
 
 @triton.jit
+def then_let_next_start():
+    """`after_previous` the other way round: the next kernel may read early what kernels before this one wrote."""
+    if OVERLAPS:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
 def reader_after_previous():
     """`after_previous` of a kernel that is bound by reading, and calls `reader_has_read` afterwards."""
     if OVERLAPS:

@@ -24,7 +24,7 @@ WAIT, NEXT = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 
 @pytest.mark.parametrize("mode", ["1", "2"])
 def test_what_comes_before_the_wait(mode):
-    environment = {**os.environ, "OUTRIDER_PDL": mode}
+    environment = {**os.environ, "OUTRIDER_PDL": mode, "TRITON_INTERPRET": "0"}
     result = subprocess.run(
         [sys.executable, "-c", COMPILE], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
