@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from kernels.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from kernels.sampling import ChainRows
 
 
 @dataclass(frozen=True)
@@ -56,23 +53,20 @@ DTYPES = {
 }
 
 
-def row_values(chains: Sequence[ChainRows], vocabulary: int) -> dict[str, list[float] | list[int]]:
-    """What the tensors of RowParams hold, by their names, the rows of the chains following each other."""
-    rows = [(chain.params, chain.first_position + row) for chain in chains for row in range(chain.num_rows)]
-    params = [row for row, _ in rows]
-    return {
+def row_values(params: Sequence[SamplingParams], counts: Sequence[int], vocabulary: int) -> dict[str, np.ndarray]:
+    """What the tensors of RowParams hold, but the positions, by their names: so many rows of each of `params`."""
+    values = {
         "temperature": [p.temperature for p in params],
         "log_min_p": [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params],
         "seed": [signed(p.seed) for p in params],
-        "position": [position for _, position in rows],
         "top_k": [min(p.top_k, vocabulary) for p in params],
         "top_p": [p.top_p for p in params],
     }
+    return {name: np.repeat(np.array(column), counts) for name, column in values.items()}
 
 
-def passes(chains: Sequence[ChainRows], vocabulary: int) -> tuple[bool, bool]:
+def passes(params: Sequence[SamplingParams], vocabulary: int) -> tuple[bool, bool]:
     """RowParams.all_greedy and RowParams.filters."""
-    params = [chain.params for chain in chains]
     filters = any(not p.greedy and (0 < p.top_k < vocabulary or p.top_p < 1) for p in params)
     return all(p.greedy for p in params), filters
 

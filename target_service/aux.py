@@ -17,12 +17,9 @@ from target_service.sequence import Sequence
 
 def wanted_boundaries(work: Iterable[Work]) -> set[int]:
     """All boundaries that any sequence of a step wants rows of."""
-    return {
-        boundary
-        for item in work
-        if item.sequence.aux.first_position < item.start + item.count
-        for boundary in item.sequence.aux.boundaries
-    }
+    requests = [(item.sequence.aux, item.start + item.count) for item in work]
+    different = {aux.boundaries for aux, end in requests if aux.first_position < end}
+    return set().union(*different)
 
 
 class RowSender:

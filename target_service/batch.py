@@ -6,6 +6,7 @@ import torch
 
 from kernels import triton_forms
 from kernels.kv_cache import table_width
+from kernels.sampling import ChainRows
 from kernels.transfer import to_device
 from target_service.models import ForwardBatch
 from target_service.scheduler import Work
@@ -70,6 +71,20 @@ def chain_columns(chains: list[Work]) -> tuple[list[int], list[int], list[int]]:
         positions += range(item.start, item.start + item.count)
         slots += [sequence.slot] * item.count
     return token_ids, positions, slots
+
+
+def chain_rows(work: Work) -> ChainRows:
+    """How the rows of a sequence that choose a token do so."""
+    sequence = work.sequence
+    draft_token_ids = sequence.advance.draft_token_ids[: work.count - 1] if sequence.advance is not None else ()
+    return ChainRows(
+        sequence.open.sampling,
+        first_position=sequence.length,
+        draft_token_ids=draft_token_ids,
+        history=sequence.history,
+        masked_token_ids=sequence.masked_token_ids,
+        num_masked_rows=sequence.open.ending.min_new_tokens - sequence.num_generated,
+    )
 
 
 def _with_chunks(

@@ -10,20 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
+import numpy as np
 import torch
 
-from kernels.graphs import MOST_ROWS, Graphs, padded
+from kernels.graphs import MOST_ROWS, Graphs, Layout, padded
 from kernels.kv_cache import KVCache
 from kernels.row_params import DTYPES, RowParams, passes, row_values
-from kernels.sampling import ChainRows, choose, choose_rows
+from kernels.sampling import choose, choose_rows
 from kernels.transfer import host_room, land, to_host
 from target_service.aux import wanted_boundaries
-from target_service.batch import PageTables, chain_columns
+from target_service.batch import PageTables, chain_columns, chain_rows
 from target_service.models import ForwardBatch, ForwardOutput, Model
 from target_service.scheduler import Work
 
-_COLUMNS = {"token_ids": torch.int64, "positions": torch.int32, "slots": torch.int32, **DTYPES}
 # Logits that are kept take room: rows of 0.8 MB with a vocabulary of 200,000.
 MOST_KEPT_ROWS = 64
 
@@ -37,19 +38,30 @@ class Shape:
     boundaries: frozenset[int]
     passes: tuple[bool, bool] | None
 
+    @property
+    def samples(self) -> bool:
+        """Whether rows' parameters are read: those of greedy ones are zeros from the start."""
+        return self.passes is not None and not self.passes[0]
+
 
 # The rows' hidden states, and what each chooses, int64 [R] in main memory, or logits, float32 [R, V].
 Verified = tuple[ForwardOutput, torch.Tensor]
 
 
-def fits(work: list[Work], chains: list[ChainRows]) -> bool:
+@cache
+def _layout(rows: int) -> Layout:
+    dtypes = {"token_ids": torch.int64, "positions": torch.int32, "slots": torch.int32, **DTYPES}
+    return {name: (dtype, (rows,)) for name, dtype in dtypes.items()}
+
+
+def fits(work: list[Work]) -> bool:
     """Whether a step can go through static tensors: chains alone, and few rows."""
-    most = MOST_KEPT_ROWS if _keeps_logits(work, chains) else MOST_ROWS
+    most = MOST_KEPT_ROWS if _keeps_logits(work) else MOST_ROWS
     return all(item.verifies for item in work) and sum(item.count for item in work) <= most
 
 
-def _keeps_logits(work: list[Work], chains: list[ChainRows]) -> bool:
-    return any(chain.adjusts for chain in chains) or any(item.sequence.open.top_logprobs is not None for item in work)
+def _keeps_logits(work: list[Work]) -> bool:
+    return any(item.sequence.keeps_logits for item in work)
 
 
 class ChainSteps:
@@ -65,25 +77,29 @@ class ChainSteps:
         self._choices = host_room((MOST_ROWS,), torch.int64, tables.rows.device)
         self._logits = torch.empty(0)
 
-    def run(self, work: list[Work], chains: list[ChainRows]) -> tuple[ForwardOutput, torch.Tensor, torch.Tensor | None]:
+    def run(self, work: list[Work]) -> tuple[ForwardOutput, torch.Tensor, torch.Tensor | None]:
         """Hidden states of the rows, their choices, int64 [R], in main memory, and logits, if kept; until another step.
 
         The first two go on with rows that repeat the last.
         """
         token_ids, positions, slots = chain_columns(work)
         pages, boundaries = self._tables.prepare(work), frozenset(wanted_boundaries(work))
-        keeps = _keeps_logits(work, chains)
-        shape = Shape(padded(len(token_ids)), pages, boundaries, None if keeps else passes(chains, self._vocabulary))
-        layout = {name: (dtype, (shape.rows,)) for name, dtype in _COLUMNS.items()}
-        step = self._graphs.step(shape, layout, lambda inputs: self._verify(shape, inputs))
-        columns = {"token_ids": token_ids, "positions": positions, "slots": slots}
-        for name, values in (columns | row_values(chains, self._vocabulary)).items():
-            step.inputs.fill(name, values)
+        keeps = _keeps_logits(work)
+        params = [item.sequence.open.sampling for item in work]
+        shape = Shape(padded(len(token_ids)), pages, boundaries, None if keeps else passes(params, self._vocabulary))
+        step = self._graphs.step(shape, _layout(shape.rows), lambda inputs: self._verify(shape, inputs))
+        step.inputs.fill("token_ids", token_ids)
+        step.inputs.fill("positions", positions)
+        step.inputs.fill("slots", slots)
+        if shape.samples:
+            step.inputs.fill("position", np.array(positions) + 1)
+            for name, values in row_values(params, [item.count for item in work], self._vocabulary).items():
+                step.inputs.fill(name, values)
         output, found = self._graphs.run(step)
         if not keeps:
             return output, found, None
         logits = found[: len(token_ids)]
-        return output, to_host(choose(logits, chains)), logits
+        return output, to_host(choose(logits, [chain_rows(item) for item in work])), logits
 
     def _verify(self, shape: Shape, inputs: Mapping[str, torch.Tensor]) -> Verified:
         """What is captured."""

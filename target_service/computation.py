@@ -8,10 +8,10 @@ import torch
 
 from kernels.graphs import Graphs
 from kernels.kv_cache import KVCache
-from kernels.sampling import ChainRows, choose
+from kernels.sampling import choose
 from kernels.transfer import to_device, to_host
 from target_service.aux import wanted_boundaries
-from target_service.batch import PageTables, build_batch
+from target_service.batch import PageTables, build_batch, chain_rows
 from target_service.chain_steps import ChainSteps, Verified, fits
 from target_service.models import ForwardOutput, Model
 from target_service.scheduler import Work
@@ -43,13 +43,13 @@ class Computation:
 
     def run(self, work: list[Work]) -> Results:
         """Any mixture of chains and chunks of prompts, chains first."""
-        chains = [_chain_rows(item) for item in work if item.num_choices]
-        if self._chain_steps is not None and fits(work, chains):
-            return Results(*self._chain_steps.run(work, chains))
-        return self._run(work, chains)
+        if self._chain_steps is not None and fits(work):
+            return Results(*self._chain_steps.run(work))
+        return self._run(work)
 
-    def _run(self, work: list[Work], chains: list[ChainRows]) -> Results:
+    def _run(self, work: list[Work]) -> Results:
         output = self._model.forward(build_batch(work, self._tables), self._cache, wanted_boundaries(work))
+        chains = [chain_rows(item) for item in work if item.num_choices]
         if not chains:
             return Results(output, torch.empty(0, dtype=torch.int64))
         rows, hidden = _choosing_rows(work), output.hidden
@@ -67,17 +67,3 @@ def _choosing_rows(work: list[Work]) -> list[int]:
         end += item.count
         rows += range(end - item.num_choices, end)
     return rows
-
-
-def _chain_rows(work: Work) -> ChainRows:
-    """How the rows of a sequence that choose a token do so."""
-    sequence = work.sequence
-    draft_token_ids = sequence.advance.draft_token_ids[: work.count - 1] if sequence.advance is not None else ()
-    return ChainRows(
-        sequence.open.sampling,
-        first_position=sequence.length,
-        draft_token_ids=draft_token_ids,
-        history=sequence.history,
-        masked_token_ids=sequence.masked_token_ids,
-        num_masked_rows=sequence.open.ending.min_new_tokens - sequence.num_generated,
-    )

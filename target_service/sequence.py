@@ -27,7 +27,11 @@ class Sequence:
     # End and stop tokens, which may not be chosen below min_new_tokens.
     masked_token_ids: tuple[int, ...]
     last_token: int
+    # Tokens that came with the open, reopened ones included; of all, how many the model has generated.
+    num_prompt: int
     num_generated: int
+    # Whether the logits of all its rows change before one is chosen, or are asked for.
+    needs_logits: bool
     computed: int = 0
     # The row of the page tables and the pages, while admitted.
     slot: int = -1
@@ -52,10 +56,10 @@ class Sequence:
     def of(cls, command: Open, order: int) -> Sequence:
         """The sequence that `command` starts, the `order`-th opened here."""
         tokens, generated = command.token_ids, command.num_generated
-        num_prompt = len(tokens) - generated
-        history = None
-        if command.sampling.has_penalties:
-            history = TokenHistory(tokens[:num_prompt].tolist(), tokens[num_prompt:].tolist())
+        sampling, history = command.sampling, None
+        if sampling.has_penalties:
+            num_given = len(tokens) - generated
+            history = TokenHistory(tokens[:num_given].tolist(), tokens[num_given:].tolist())
         return cls(
             open=command,
             age=(command.arrival_unix_us, order),
@@ -64,7 +68,9 @@ class Sequence:
             history=history,
             masked_token_ids=tuple(sorted(command.ending.ending_token_ids)),
             last_token=int(tokens[-1]),
+            num_prompt=len(tokens),
             num_generated=generated,
+            needs_logits=sampling.has_penalties or bool(sampling.logit_bias) or command.top_logprobs is not None,
         )
 
     def __str__(self) -> str:
@@ -76,9 +82,11 @@ class Sequence:
         return self.open.session, self.open.sequence_id
 
     @property
-    def num_prompt(self) -> int:
-        """Tokens that came with the open, reopened ones included."""
-        return len(self.open.token_ids)
+    def keeps_logits(self) -> bool:
+        """Whether the next rows' logits are needed: as `needs_logits` says, or since tokens are masked at first."""
+        return self.needs_logits or (
+            self.num_generated < self.open.ending.min_new_tokens and bool(self.masked_token_ids)
+        )
 
     @property
     def prefilling(self) -> bool:

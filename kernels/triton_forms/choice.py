@@ -23,9 +23,9 @@ def choose_chains(logits: torch.Tensor, chains: Sequence[ChainRows]) -> torch.Te
 
 def row_params(chains: Sequence[ChainRows], vocabulary: int, device: torch.device) -> RowParams:
     """Each row's parameters, the rows of the chains following each other."""
-    columns = {
-        name: to_device(torch.tensor(values, dtype=DTYPES[name]), device)
-        for name, values in row_values(chains, vocabulary).items()
-    }
-    all_greedy, filters = passes(chains, vocabulary)
+    params, counts = [chain.params for chain in chains], [chain.num_rows for chain in chains]
+    positions = [chain.first_position + row for chain in chains for row in range(chain.num_rows)]
+    values = {"position": positions, **row_values(params, counts, vocabulary)}
+    columns = {name: to_device(torch.tensor(values[name], dtype=dtype), device) for name, dtype in DTYPES.items()}
+    all_greedy, filters = passes(params, vocabulary)
     return RowParams(**columns, all_greedy=all_greedy, filters=filters)
