@@ -28,6 +28,8 @@ class RowSender:
     def __init__(self, buffers: Buffers, metrics: TargetMetrics) -> None:
         self._buffers = buffers
         self._metrics = metrics
+        # Bytes that were emitted and are not counted yet.
+        self._uncounted: dict[common_pb2.Transport, int] = {}
 
     def send(
         self, sequence: Sequence, aux: dict[int, torch.Tensor], batch_row: int, start: int, count: int
@@ -55,5 +57,11 @@ class RowSender:
             return None
         rows = rows.first(count)
         transport = common_pb2.TRANSPORT_INLINE if rows.inline else sequence.aux.transport
-        self._metrics.hidden_state_bytes(transport, rows.num_bytes)
+        self._uncounted[transport] = self._uncounted.get(transport, 0) + rows.num_bytes
         return rows
+
+    def count(self) -> None:
+        """Counts what was emitted: once a step, when the draft knows of it."""
+        for transport, size in self._uncounted.items():
+            self._metrics.hidden_state_bytes(transport, size)
+        self._uncounted.clear()

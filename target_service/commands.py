@@ -1,4 +1,8 @@
-"""What a session asks of the engine, and what the engine answers: plain data, checked before it gets here."""
+"""What a session asks of the engine, and what the engine answers: plain data, checked before it gets here.
+
+None of it is changed once it is made. What is made for each sequence in every round is not frozen, which would make it
+three times as expensive.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +59,7 @@ class Open:
     received: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Advance:
     """Verifies a chain; `aux` None keeps what was asked for before. `pair_round` is there for the pair's own."""
 
@@ -133,7 +137,7 @@ class Unlinked:
     link: PairLink
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Proposed:
     """What a draft answered through its link."""
 
@@ -155,7 +159,7 @@ FromCaller = Open | Advance | Grant | Close | Reject | RowsWritten | EndSession
 Command = FromCaller | Detached | Linked | Unlinked | Proposed | Drain | Expel
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Rows:
     """Hidden states at consecutive positions: [n, num_boundaries * hidden_size], or a message with their place."""
 
@@ -182,7 +186,7 @@ class Rows:
         return self
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Timing:
     """How long a command waited for its step, and how long the step took on the device, in seconds."""
 
@@ -202,7 +206,7 @@ class Prefilled:
     timing: Timing
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Advanced:
     """Tokens were emitted."""
 

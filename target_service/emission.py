@@ -25,7 +25,7 @@ from target_service.verification import verify_chain
 LOGPROB_ROWS = 64
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Sent:
     """Hidden states of one sequence that are on their way: of rows of its prompt, and of rows that choose tokens."""
 
@@ -52,6 +52,7 @@ class Emitter:
         self._pairs = pairs
         self._metrics = metrics
         self._script = script
+        self._num_emitted = 0  # tokens that are not counted yet
 
     def send(self, work: list[Work], output: ForwardOutput) -> list[Sent]:
         """Sends the hidden states of all rows that may be emitted, before it is known which of a chain's will be.
@@ -132,9 +133,15 @@ class Emitter:
                 advance.pair_round if advance else None,
             ),
         )
-        self._metrics.generation_tokens(len(emitted))
+        self._num_emitted += len(emitted)
         if ended:
             self._roster.release(sequence)
+
+    def count(self) -> None:
+        """Counts what was emitted: once a step, when the drafts know of it."""
+        self._metrics.generation_tokens(self._num_emitted)
+        self._num_emitted = 0
+        self._sender.count()
 
     def _prompt_logprobs(self, sequence: Sequence, hidden: torch.Tensor, start: int) -> list[TokenLogprobs]:
         """Of the prompt tokens at start + 1 and on, one for each row of `hidden`."""

@@ -158,8 +158,11 @@ class TargetEngine:
         queued.wait()
         began = max(queued.began, self._done)  # before that the device was at the last step
         self._done = time.monotonic()
-        self._measure(queued.plan, self._done - began)
+        plan, compute = queued.plan, self._done - began
+        self._pace.stepped(compute)
+        self._stats = Stats(len(plan.work), plan.num_rows, compute, plan.queue_depth, self.pages.usage)
         self._emit(queued, began)
+        self._count()
 
     def _is_here(self, sequence: Sequence) -> bool:
         return self.roster.sequences.get(sequence.key) is sequence
@@ -172,10 +175,10 @@ class TargetEngine:
                 self.buffers.abandon(sequence)
                 sequence.aux = advance.aux
 
-    def _measure(self, plan: Plan, compute: float) -> None:
-        self._pace.stepped(compute)
-        self._stats = Stats(len(plan.work), plan.num_rows, compute, plan.queue_depth, self.pages.usage)
+    def _count(self) -> None:
+        """Once the drafts know what to do next, and before gateways hear of it."""
         self._metrics.stepped(self._stats)
+        self._emitter.count()
 
     def _emit(self, queued: _Queued, began: float) -> None:
         row = chosen = 0

@@ -57,7 +57,7 @@ class PairLink:
 Name = tuple[PairLink, int]  # of a sequence, as its draft knows it: by its link_id
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Wait:
     """A chain that was asked for: when, for how many tokens, and until when it is waited for."""
 
@@ -108,8 +108,10 @@ class PairRounds:
             return False
         if not self._name(sequence, (link, grant.link_id)):
             return False
-        command = self._requests.setdefault(link, draft_pb2.ProposeRequest()).commands.add(sequence_id=grant.link_id)
-        extend = command.extend
+        request = self._requests.get(link)
+        if request is None:
+            request = self._requests[link] = draft_pb2.ProposeRequest()
+        extend = request.commands.add(sequence_id=grant.link_id).extend
         extend.hidden_states.first_position = rows.first_position
         extend.hidden_states.tensor.CopyFrom(rows.tensor)
         extend.token_ids.extend(token_ids[-rows.tensor.shape[0] :])

@@ -21,7 +21,7 @@ IDLE_LIMIT = 30.0
 MAX_UNWRITTEN_CHUNKS = 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Work:
     """Rows of one sequence in a step: positions start to start + count - 1."""
 
@@ -102,9 +102,11 @@ class Scheduler:
 
     def plan(self, now: float) -> Plan:
         """Decides the next step. Pages of its rows are allocated, those of the preempted are free."""
-        plan = Plan(queue_depth=len(self.waiting) + sum(s.idle_since is None for s in self.active))
-        for sequence in [s for s in self.active if s.idle_since is not None and now - s.idle_since >= IDLE_LIMIT]:
-            self._preempt(sequence, plan)
+        idle = [sequence for sequence in self.active if sequence.idle_since is not None]
+        plan = Plan(queue_depth=len(self.waiting) + len(self.active) - len(idle))
+        for sequence in idle:
+            if now - (sequence.idle_since or 0.0) >= IDLE_LIMIT:
+                self._preempt(sequence, plan)
         self._plan_verification(plan, now)
         self._admit()
         self._plan_prefill(plan)

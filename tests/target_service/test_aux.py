@@ -80,5 +80,9 @@ def test_only_emitted_rows_are_counted(buffers):
         sender, sequence, metrics = sender_of(buffers, transport)
         counted = []
         metrics.hidden_state_bytes = lambda kind, size, counted=counted: counted.append((kind, size))
-        sender.emitted(sequence, sender.send(sequence, AUX, 0, 4, 5), 6)
+        for start in (4, 6):
+            sender.emitted(sequence, sender.send(sequence, AUX, 0, start, 5), start + 1)
+        assert not counted
+        sender.count()
+        sender.count()
         assert counted == [(transport, 2 * 6 * 4)], name
