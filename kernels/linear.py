@@ -26,6 +26,10 @@ _HEAD_SLICE = 4096
 
 _block_rows: dict[tuple[object, ...], int] = {}
 
+# Of few rows CUDA's library splits the inputs, and by default may add up in bfloat16 what the parts give: several times
+# the error of a sum that is rounded once.
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
 
 class PackedWeight:
     """A linear layer's weight, and bias, in the layout that the fastest form for its device wants.
