@@ -1,9 +1,10 @@
 """Attention of few rows over many keys: split over keys at fixed absolute positions, then merged in that order.
 
-A program takes a few rows of one chain, all query heads that share a key head, and one split of the keys. Every
-row of a tile sees the blocks that it would see alone, and more that leave it as it is, so its bits are its own. Sinks
-come in once, in the merge. Partial results lie in float32 [T, nq, splits, d], their largest logits and totals in
-[T, nq, splits, 2].
+A program takes a few rows of one chain, all query heads that share a key head, and one split of the keys, whose pages
+are under way together. Its products are transposed, keys and dimensions by rows, so that the matrix units read keys
+and values where they were put, and a row's bits are its columns', whatever stands in the others. Blocks that it does
+not see leave it as it is. Sinks come in once, in the merge. Partial results lie in float32 [T, nq, splits, d], their
+largest logits and totals in [T, nq, splits, 2].
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ import triton
 import triton.language as tl
 
 from kernels.kv_cache import PAGE_SIZE, LayerCache
-from kernels.triton_forms.attention_tile import LOG2_E, add_sink, load_page, take_block_in
+from kernels.triton_forms.attention_tile import LOG2_E, add_sink, block_places, launch_options, pages_of
 from kernels.triton_forms.overlap import LAUNCH, after_previous
 
-PAGES_PER_SPLIT = 8
-TILE = 16  # rows of a tile's matrices: the least that the matrix units take
-WARPS, STAGES = 4, 3
+PAGES_PER_SPLIT = 4
+KEYS = 64  # of a block: one page, or two
+LEAST_TILE, MOST_TILE = 16, 64  # rows times heads of a group
+WARPS, STAGES = 4, 4
+REGISTERS = 168  # of a thread at most: three programs of four warps fit a multiprocessor
+MERGED = 64  # splits that are merged at a time
+MERGE_WARPS = 4
 _LOOKBACK = 32  # the longest chain whose tiles do not overlap
-_MERGED = 16  # splits that are merged at a time
 
 
 def split_attention(
@@ -44,10 +48,10 @@ def split_attention(
         return out
     group = heads // kv_heads
     group_block = triton.next_power_of_2(group)
+    block = max(16, triton.next_power_of_2(width))
     splits = triton.cdiv(page_tables.shape[1], PAGES_PER_SPLIT)
     parts = torch.empty(rows, heads, splits, width, dtype=torch.float32, device=q.device)
     stats = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=q.device)
-    block = max(16, triton.next_power_of_2(width))
     _attend_split[(rows, kv_heads, splits)](
         q,
         cache.keys,
@@ -65,15 +69,15 @@ def split_attention(
         KV_HEADS=kv_heads,
         GROUP=group,
         GROUP_BLOCK=group_block,
-        TILE=max(TILE, group_block),
+        TILE=_tile(rows, group_block, q.dtype),
         WIDTH=width,
         BLOCK=block,
         PAGE=PAGE_SIZE,
-        PAGES=PAGES_PER_SPLIT,
+        KEYS=KEYS,
+        SPAN=PAGE_SIZE * PAGES_PER_SPLIT,
         LOOKBACK=_LOOKBACK,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=WARPS,
-        num_stages=STAGES,
+        **launch_options(WARPS, STAGES, REGISTERS, block * q.element_size()),
         **LAUNCH,
     )
     _merge_splits[(rows, heads)](
@@ -87,11 +91,20 @@ def split_attention(
         WIDTH=width,
         BLOCK=block,
         SPAN=PAGE_SIZE * PAGES_PER_SPLIT,
-        MERGED=_MERGED,
-        num_warps=1,
+        MERGED=MERGED,
+        num_warps=MERGE_WARPS,
         **LAUNCH,
     )
     return out
+
+
+def _tile(rows: int, group_block: int, dtype: torch.dtype) -> int:
+    """Columns of a tile: all of a chain's where that may be, so that its keys are read once.
+
+    Tiles of every size give the same bits on the matrix units; products in float32 are computed elsewhere.
+    """
+    most = LEAST_TILE if dtype == torch.float32 else min(MOST_TILE, triton.next_power_of_2(rows) * group_block)
+    return max(LEAST_TILE, group_block, most)
 
 
 @triton.jit(do_not_specialize=["rows", "table_width", "splits"])
@@ -116,54 +129,65 @@ def _attend_split(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
-    PAGES: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPAN: tl.constexpr,
     LOOKBACK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     after_previous()
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence = tl.load(sequences + row)
-    # Every (TILE / GROUP_BLOCK)-th row of its sequence leads a tile; the others have nothing to do.
     before = row - 1 - tl.arange(0, LOOKBACK)
     place_in_chain = tl.sum((tl.load(sequences + before, mask=before >= 0, other=-1) == sequence).to(tl.int32), 0)
-    if place_in_chain % (TILE // GROUP_BLOCK) != 0:
-        return
-
     member = tl.arange(0, TILE)
     tile_row, in_group = row + member // GROUP_BLOCK, member % GROUP_BLOCK
     inside = (tile_row < rows) & (in_group < GROUP)
-    inside = inside & (tl.load(sequences + tile_row, mask=inside, other=-1) == sequence)
     own = tl.load(positions + tile_row, mask=inside, other=-1)
+    inside &= tl.load(sequences + tile_row, mask=inside, other=-1) == sequence
+    own = tl.where(inside, own, -1)
     last = tl.max(own, 0)
-    if split * PAGES * PAGE > last:
-        return
     first = 0
     if first_positions is not None:
         first = tl.load(first_positions + sequence)
+    # Every (TILE / GROUP_BLOCK)-th row of its sequence leads a tile; the others have nothing to do.
+    if (place_in_chain % (TILE // GROUP_BLOCK) != 0) | (split * SPAN > last):
+        return
 
-    dims, slots = tl.arange(0, BLOCK), tl.arange(0, PAGE)
+    dims, slots = tl.arange(0, BLOCK), tl.arange(0, KEYS)
     head = kv_head * GROUP + in_group
     vector = (tile_row.to(tl.int64) * KV_HEADS * GROUP + head) * WIDTH
-    in_vector = inside[:, None] & (dims[None, :] < WIDTH)
-    queries = tl.load(q + vector[:, None] + dims[None, :], mask=in_vector, other=0.0)
-
+    in_vector = (dims[:, None] < WIDTH) & inside[None, :]
+    queries = tl.load(q + vector[None, :] + dims[:, None], mask=in_vector, other=0.0)
     largest = tl.full((TILE,), float("-inf"), tl.float32)
-    total = tl.zeros((TILE,), tl.float32)
-    acc = tl.zeros((TILE, BLOCK), tl.float32)
+    totals = tl.zeros((KEYS, TILE), tl.float32)
+    acc = tl.zeros((BLOCK, TILE), tl.float32)
     table = page_tables + sequence.to(tl.int64) * table_width
-    for index in range(tl.maximum(split * PAGES, first // PAGE), tl.minimum((split + 1) * PAGES, last // PAGE + 1)):
-        k, value_places = load_page(keys, values, tl.load(table + index), kv_head, KV_HEADS, WIDTH, BLOCK, PAGE)
-        key = index * PAGE + slots
+    start = tl.maximum(split * (SPAN // KEYS), first // KEYS)
+    page, next_page = pages_of(table, start, last // PAGE, KEYS // PAGE)
+    for index in range(start, tl.minimum((split + 1) * (SPAN // KEYS), last // KEYS + 1)):
+        k_places, v_places = block_places(keys, values, page, next_page, kv_head, KV_HEADS, KEYS, WIDTH, BLOCK, PAGE)
+        # Looked up a block ahead: no load waits for its page.
+        page, next_page = pages_of(table, index + 1, last // PAGE, KEYS // PAGE)
+        k = tl.load(k_places, mask=dims[:, None] < WIDTH, other=0.0)
+        key = index * KEYS + slots
         # A freed page may hold anything: what no row sees is not to be multiplied, not even by zero.
         seen = (key >= first) & (key <= last)
-        v = tl.load(value_places, mask=seen[:, None] & (dims[None, :] < WIDTH), other=0.0)
-        visible = (key[None, :] >= first) & (key[None, :] <= own[:, None])
-        largest, total, acc = take_block_in(queries, k, v, visible, scale, largest, total, acc, PRECISION)
+        v = tl.load(v_places, mask=seen[:, None] & (dims[None, :] < WIDTH), other=0.0)
+        visible = (key[:, None] >= first) & (key[:, None] <= own[None, :])
+        logits = tl.where(visible, tl.dot(tl.trans(k), queries, input_precision=PRECISION), float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(logits, 0) * scale)
+        # A row that has seen no key yet: any finite number keeps -inf from being subtracted from itself.
+        reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weights = tl.exp2(logits * scale - reference[None, :])
+        kept = tl.exp2(largest - reference)
+        totals = totals * kept[None, :] + weights
+        acc = acc * kept[None, :] + tl.dot(tl.trans(v), weights.to(v.dtype), input_precision=PRECISION)
+        largest = new_largest
 
     place = (tile_row.to(tl.int64) * KV_HEADS * GROUP + head) * splits + split
-    tl.store(parts + place[:, None] * WIDTH + dims[None, :], acc, mask=in_vector)
+    tl.store(parts + place[None, :] * WIDTH + dims[:, None], acc, mask=in_vector)
     tl.store(stats + place * 2, largest, mask=inside)
-    tl.store(stats + place * 2 + 1, total, mask=inside)
+    tl.store(stats + place * 2 + 1, tl.sum(totals, 0), mask=inside)
 
 
 @triton.jit(do_not_specialize=["splits"])

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kernels.kv_cache import PAGE_SIZE, LayerCache
-from kernels.triton_forms.attention_tile import LOG2_E, add_sink, take_block_in
+from kernels.triton_forms.attention_tile import LOG2_E, add_sink, block_places, launch_options, pages_of, take_block_in
 
 TILE = 128  # rows times heads of a group
 KEYS = 64  # of a block: one page, or two
@@ -38,7 +38,7 @@ def prefill_attention(
     out = torch.empty_like(q)
     if rows:
         group_block = triton.next_power_of_2(heads // kv_heads)
-        tile = max(TILE, group_block)
+        tile, block = max(TILE, group_block), max(16, triton.next_power_of_2(width))
         _attend_prefill[(triton.cdiv(rows, tile // group_block), kv_heads)](
             q,
             cache.keys,
@@ -59,12 +59,10 @@ def prefill_attention(
             TILE=tile,
             KEYS=KEYS,
             WIDTH=width,
-            BLOCK=max(16, triton.next_power_of_2(width)),
+            BLOCK=block,
             PAGE=PAGE_SIZE,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            num_warps=WARPS,
-            num_stages=STAGES,
-            maxnreg=REGISTERS,
+            **launch_options(WARPS, STAGES, REGISTERS, block * q.element_size()),
         )
     return out
 
@@ -205,17 +203,11 @@ def _take_blocks_in(
     PRECISION: tl.constexpr,
 ):
     """Takes blocks of keys start..stop-1 in. Pages are looked up a block ahead, so that no load waits for its page."""
-    PAGES: tl.constexpr = KEYS // PAGE
     dims, slots = tl.arange(0, BLOCK), tl.arange(0, KEYS)
-    page = tl.load(table + tl.minimum(start * PAGES, last // PAGE))
-    other_page = tl.load(table + tl.minimum(start * PAGES + PAGES - 1, last // PAGE))
+    page, next_page = pages_of(table, start, last // PAGE, KEYS // PAGE)
     for index in range(start, stop):
-        block = (tl.where(slots < PAGE, page, other_page).to(tl.int64) * KV_HEADS + kv_head) * WIDTH * PAGE
-        page = tl.load(table + tl.minimum((index + 1) * PAGES, last // PAGE))
-        other_page = tl.load(table + tl.minimum((index + 1) * PAGES + PAGES - 1, last // PAGE))
-        offsets = slots % PAGE
-        k_places = keys + block[None, :] + dims[:, None] * PAGE + offsets[None, :]
-        v_places = values + block[:, None] + offsets[:, None] * WIDTH + dims[None, :]
+        k_places, v_places = block_places(keys, values, page, next_page, kv_head, KV_HEADS, KEYS, WIDTH, BLOCK, PAGE)
+        page, next_page = pages_of(table, index + 1, last // PAGE, KEYS // PAGE)
         k = tl.load(k_places, mask=dims[:, None] < WIDTH, other=0.0)
         if MASKED:
             key = index * KEYS + slots

@@ -8,6 +8,15 @@ import triton.language as tl
 LOG2_E = 1.4426950408889634
 
 
+def launch_options(warps: int, stages: int, registers: int, vector_bytes: int) -> dict[str, int]:
+    """The options of a launch, which are made for vectors of 64 bf16 numbers; longer ones need more of everything.
+
+    registers: of a thread, at most, so that as many programs as were thought of fit a multiprocessor.
+    """
+    stages = stages if vector_bytes <= 256 else 2
+    return {"num_warps": warps, "num_stages": stages, "maxnreg": registers if vector_bytes <= 128 else 255}
+
+
 @triton.jit
 def take_block_in(q, k, v, visible, scale, largest, total, acc, PRECISION: tl.constexpr):
     """Returns (largest, total, acc) of the rows q[M, D] with the keys k[D, N] and values v[N, D] taken in.
@@ -40,11 +49,28 @@ def add_sink(sinks, heads, inside, largest, total, acc):
 
 
 @triton.jit
-def load_page(
-    keys, values, page, kv_head, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr
+def block_places(
+    keys,
+    values,
+    page,
+    next_page,
+    kv_head,
+    KV_HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
 ):
-    """One head's keys [D, PAGE] of a page, and where its values [PAGE, D] stand."""
-    block = (page.to(tl.int64) * KV_HEADS + kv_head) * WIDTH * PAGE
-    dims, slots = tl.arange(0, BLOCK), tl.arange(0, PAGE)
-    k = tl.load(keys + block + dims[:, None] * PAGE + slots[None, :], mask=dims[:, None] < WIDTH, other=0.0)
-    return k, values + block + slots[:, None] * WIDTH + dims[None, :]
+    """Where one head's keys [D, KEYS] and values [KEYS, D] stand, of one page or of two; dimensions up to BLOCK."""
+    dims, slots = tl.arange(0, BLOCK), tl.arange(0, KEYS)
+    block = (tl.where(slots < PAGE, page, next_page).to(tl.int64) * KV_HEADS + kv_head) * WIDTH * PAGE
+    offsets = slots % PAGE
+    k_places = keys + block[None, :] + dims[:, None] * PAGE + offsets[None, :]
+    return k_places, values + block[:, None] + offsets[:, None] * WIDTH + dims[None, :]
+
+
+@triton.jit
+def pages_of(table, index, last_page, PAGES: tl.constexpr):
+    """The first and the last page of a block of keys, none behind `last_page`."""
+    page = tl.load(table + tl.minimum(index * PAGES, last_page))
+    return page, tl.load(table + tl.minimum(index * PAGES + PAGES - 1, last_page))

@@ -7,7 +7,7 @@ import torch
 
 from kernels.attention import paged_attention_torch
 from kernels.kv_cache import KVCache, slots_of
-from kernels.triton_forms import attention_prefill
+from kernels.triton_forms import attention_decode, attention_prefill
 from kernels.triton_forms.attention import paged_attention
 from tests.kernels.triton_forms.conftest import DTYPES, INTERPRETED, close
 
@@ -75,6 +75,23 @@ def test_chains(random, dtype, options):
         part = slice(row, row + 1)
         alone = scene.attend(paged_attention, q[part], sequences[part], positions[part], options)
         assert torch.equal(alone[0], found[row])
+
+
+@pytest.mark.parametrize("most_tile", [16, 64])
+@pytest.mark.parametrize("keys", [64, 128])
+def test_chains_have_the_bits_of_their_rows(random, monkeypatch, keys, most_tile):
+    monkeypatch.setattr(attention_decode, "KEYS", keys)
+    monkeypatch.setattr(attention_decode, "MOST_TILE", most_tile)
+    scene = Scene(random, torch.float16)
+    # A chain that reaches over the end of a page and a split, and one of a single row.
+    places = [(0, p) for p in range(507, 517)] + [(1, 69)]
+    q, sequences, positions = scene.rows(*places)
+    attend, options = partial(scene.attend, paged_attention), {"first_positions": [70, 3], "sinks": True}
+    found = attend(q, sequences, positions, options, num_chain_rows=len(q))
+    close(found, scene.attend(paged_attention_torch, q, sequences, positions, options), torch.float16)
+    for begin, end in ((0, 1), (2, 6), (9, 11)):
+        part = slice(begin, end)
+        assert torch.equal(attend(q[part], sequences[part], positions[part], options), found[part])
 
 
 def test_room_in_the_tables_leaves_the_bits(random):
