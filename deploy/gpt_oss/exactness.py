@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -50,15 +50,15 @@ class Run:
         fields = {"max_new_tokens": self.new_tokens, "ignore_eos": True, "sampling": sampling, **fields}
         return await self.client.generate(self.prompts[index], k=chain, timeout=_TIMEOUT, **fields)
 
-    async def ask_all(self, chain: int) -> list[Answer]:
-        """All answers, `streams` at a time."""
+    async def ask_all(self, indices: Sequence[int], chain: int) -> list[Answer]:
+        """The answers to these prompts, `streams` at a time."""
         free = asyncio.Semaphore(self.streams)
 
         async def ask(index: int) -> Answer:
             async with free:
                 return await self.ask(index, chain)
 
-        return list(await asyncio.gather(*map(ask, range(len(self.prompts)))))
+        return list(await asyncio.gather(*map(ask, indices)))
 
     async def look_at(self, index: int, plain: Answer, drafted: Answer, chain: int) -> dict[str, Any]:
         """Where two answers to one prompt part, and how close it was there."""
@@ -91,42 +91,61 @@ def random_prompts(count: int, length: int, vocabulary: int, seed: int) -> list[
     return [[draw.randrange(vocabulary) for _ in range(length)] for _ in range(count)]
 
 
+@dataclass
+class Tally:
+    """The texts of one K so far. accepted: how many rounds accepted 0, 1, ... tokens of their chain."""
+
+    chain: int
+    texts: int = 0
+    equal: int = 0
+    accepted: list[int] = field(default_factory=list)
+    differences: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def add(self, plain: Sequence[Answer], drafted: Sequence[Answer], seconds: float) -> list[int]:
+        """Takes in answers to the same prompts, and returns the places of those that differ."""
+        differ = [place for place, pair in enumerate(zip(plain, drafted, strict=True)) if _differ(*pair)]
+        self.texts += len(plain)
+        self.equal += len(plain) - len(differ)
+        histograms = (answer.usage.acceptance_histogram for answer in drafted)
+        self.accepted = [sum(counts) for counts in zip_longest(self.accepted, *histograms, fillvalue=0)]
+        self.seconds += seconds
+        return differ
+
+
 async def compare(options: argparse.Namespace, gateway: Service, recorded: Recorded) -> None:
-    """Asks for all texts at each K, and writes the file after each."""
+    """Asks for all texts at each K, some prompts after the other, and writes the file after each K of these."""
     vocabulary = synthetic_model(options.synthetic).target["vocab_size"]
     prompts = random_prompts(options.prompts, options.tokens, vocabulary, options.seed)
     found = {name: getattr(options, name) for name in ("synthetic", "prompts", "tokens", "new_tokens", "streams")}
-    found["chains"] = []
+    tallies = [Tally(chain) for chain in map(int, options.chains.split(","))]
+
+    def write() -> None:
+        options.json.write_text(json.dumps({**found, "chains": [asdict(tally) for tally in tallies]}, indent=1))
+
     async with Client(gateway.address) as client:
         run = Run(client, options.streams, options.new_tokens, prompts)
-        began = time.perf_counter()
-        plain = await run.ask_all(0)
-        found["plain_seconds"] = time.perf_counter() - began
-        recorded.add(plain)
-        for chain in map(int, options.chains.split(",")):
+        for begin in range(0, len(prompts), options.batch):
+            indices = range(begin, min(begin + options.batch, len(prompts)))
             began = time.perf_counter()
-            drafted = await run.ask_all(chain)
-            result = _summary(chain, plain, drafted) | {"seconds": time.perf_counter() - began}
-            found["chains"].append(result)
-            options.json.write_text(json.dumps(found, indent=1))
-            print(result, flush=True)
-            pairs = enumerate(zip(plain, drafted, strict=True))
-            for index in [index for index, pair in pairs if _differ(*pair)][: options.look]:
-                result["differences"].append(await run.look_at(index, plain[index], drafted[index], chain))
-                options.json.write_text(json.dumps(found, indent=1))
-                print(result["differences"][-1], flush=True)
+            plain = await run.ask_all(indices, 0)
+            print(f"K = 0: {len(plain)} texts in {time.perf_counter() - began:.1f} s", flush=True)
+            recorded.add(plain)
+            for tally in tallies:
+                began = time.perf_counter()
+                drafted = await run.ask_all(indices, tally.chain)
+                differ = tally.add(plain, drafted, time.perf_counter() - began)
+                write()
+                print(asdict(tally) | {"differences": len(tally.differences)}, flush=True)
+                for place in differ[: max(options.look - len(tally.differences), 0)]:
+                    look = await run.look_at(indices[place], plain[place], drafted[place], tally.chain)
+                    tally.differences.append(look)
+                    write()
+                    print(look, flush=True)
 
 
 def _differ(one: Answer, other: Answer) -> bool:
     return one.token_ids != other.token_ids
-
-
-def _summary(chain: int, plain: Sequence[Answer], drafted: Sequence[Answer]) -> dict[str, Any]:
-    equal = sum(not _differ(*pair) for pair in zip(plain, drafted, strict=True))
-    histograms = zip_longest(*(answer.usage.acceptance_histogram for answer in drafted), fillvalue=0)
-    # How many rounds accepted 0, 1, ... tokens of their chain.
-    accepted = [sum(counts) for counts in histograms]
-    return {"chain": chain, "texts": len(plain), "equal": equal, "accepted": accepted, "differences": []}
 
 
 def main() -> None:
@@ -141,13 +160,15 @@ def main() -> None:
     parser.add_argument("--chains", default="1,3,7")
     parser.add_argument("--streams", type=int, default=8, help="requests at once; times the chain's rows at most 64")
     parser.add_argument("--step-tokens", type=int, default=64)
-    parser.add_argument("--look", type=int, default=8, help="differing texts of each K that are looked at")
+    parser.add_argument("--batch", type=int, default=40, help="prompts that go through every K before the next ones")
+    parser.add_argument("--look", type=int, default=4, help="differing texts of each K that are looked at")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target-flags", type=shlex.split, default=[], help="further flags of the target")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     flags = ["--synthetic", options.synthetic, "--device", options.device, "--kv-cache", options.kv_cache]
     flags += ["--step-tokens", str(options.step_tokens), *options.target_flags]
+    began = time.perf_counter()
     with ExitStack() as stack:
         recorded = Recorded(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "oracle.json")
         target = stack.enter_context(Service("target_service", *ANY, *flags, timeout=_TIMEOUT))
@@ -157,6 +178,7 @@ def main() -> None:
         pair = f"{target.address}={draft.address}"
         gateway = stack.enter_context(start_gateway([pair], "--allow-synthetic", "--draft-timeout", "60"))
         eventually(lambda: gateway.metric("outrider_peer_available") == 2, 60.0, dump=[gateway])
+        print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
         asyncio.run(compare(options, gateway, recorded))
 
 
