@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -57,8 +58,11 @@ def load_target(settings: Settings, instance_id: str, metrics: TargetMetrics, de
     check_sizes(settings, device)  # now: a large model takes minutes to load
     script = settings.script
     checkpoint, tokenizer = _open(settings, device)
+    began = time.monotonic()
     model = build_model(checkpoint, device, settings.dtype)
+    loaded = time.monotonic()
     weights = SharedWeights(model)
+    hashed = time.monotonic()
     limits, num_pages = size_cache(settings, model, KVCache.page_size, device)
     chunk_bytes = limits.step_tokens * model.config.hidden_size * model.config.dtype.itemsize * _BOUNDARIES
     buffers = _buffers(settings, instance_id, device, _CHUNKS * chunk_bytes)
@@ -67,6 +71,8 @@ def load_target(settings: Settings, instance_id: str, metrics: TargetMetrics, de
     engine = TargetEngine(model, limits, num_pages, buffers, metrics, deliver, graphs, script)
     if model.never_waits:
         engine.warm_up()
+    stages = loaded - began, hashed - loaded, time.monotonic() - hashed
+    log.info("loaded in %.1f s; shared weights hashed in %.1f s; cache and kernels made in %.1f s", *stages)
     thread: EngineThread[Command] = EngineThread(engine, "engine", partial(use_device, device))
     info = _info(settings, instance_id, model, limits, num_pages * KVCache.page_size)
     info.transports.extend(buffers.transports)

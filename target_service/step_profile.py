@@ -6,6 +6,7 @@ a file after every one. `--synthetic gpt-oss-120b` needs no files.
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,6 +32,7 @@ from target_service.step_time import Load
 
 # Tokens that a sequence may grow by.
 ROOM = 4096
+_PREFILLS = 5
 
 
 def main(
@@ -49,14 +51,18 @@ def main(
     name, place = model_name(model, synthetic), choose_device(device)
     use_device(place)
     checkpoint = Checkpoint(model) if model is not None else synthetic_checkpoint(synthetic, place)
+    began = time.monotonic()
     loaded = build_model(checkpoint, place)
+    typer.echo(f"{name}: loaded in {time.monotonic() - began:.1f} s", err=True)
     emitted = tuple(numbers(boundaries))
     report = Report(place, steps, json)
     for count in numbers(sequences):
         for captured in (True, False) if loaded.never_waits else (False,):
             engine = _engine(loaded, place, captured, count, context, max(numbers(chains)), chunk)
             variant: dict[str, Any] = {"model": name, "sequences": count, "graphs": captured, "context": context}
-            report.add({**variant, "prompt_rows": chunk}, partial(_prefill, engine, context, emitted, count))
+            if captured or not loaded.never_waits:  # prompts are not captured
+                prefill = partial(_prefill, engine, context, emitted, count)
+                report.add({**variant, "prompt_rows": chunk}, prefill, _PREFILLS)
             load = Load(engine, context, emitted, count)
             for chain in numbers(chains):
                 report.add({**variant, "chain": chain}, partial(load.step, chain))

@@ -30,11 +30,12 @@ class Report:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         self._content: dict[str, Any] = {"device": name, "torch": torch.__version__, "variants": []}
 
-    def add(self, variant: dict[str, Any], step: Callable[[], float]) -> None:
-        """Measures a variant, whose `step` returns its own seconds."""
-        for _ in range(WARM_UP):
+    def add(self, variant: dict[str, Any], step: Callable[[], float], most: int | None = None) -> None:
+        """Measures a variant, whose `step` returns its own seconds; of a long one `most` steps."""
+        steps = min(self._steps, most or self._steps)
+        for _ in range(min(WARM_UP, steps)):
             step()
-        result = {**variant, "seconds": statistics.median(step() for _ in range(self._steps))}
+        result = {**variant, "seconds": statistics.median(step() for _ in range(steps))}
         if self._device.type == "cuda":
             result["kernels"], result["calls"] = device_times(step)
             result["busy_seconds"] = sum(kernel["seconds"] for kernel in result["kernels"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -123,6 +125,8 @@ class SyntheticBench:
     acceptance: float
     bandwidth: dict[str, Any]
     rows: list[Row] = field(default_factory=list)
+    start: float = 0.0
+    """Seconds until all services were ready."""
 
     @property
     def reads(self) -> float:
@@ -135,6 +139,7 @@ class SyntheticBench:
             "synthetic": self.model,
             "synthetic_acceptance": self.acceptance,
             "bandwidth": self.bandwidth,
+            "start": self.start,
             "rows": [row.as_json(self.reads) for row in self.rows],
         }
 
@@ -172,8 +177,11 @@ async def run(
     result, about = SyntheticBench(model.name, acceptance, bandwidth), f"synthetic {model.name}, "
     options.target_flags = [ACCEPTANCE_FLAG, f"{acceptance:g}", *options.target_flags]
     options.gateway_flags = ["--allow-synthetic", "--no-pair-rounds", *options.gateway_flags]
+    began = time.perf_counter()
     async with Pair(options) as pair:
         await pair.start_gateway(PAIR, *_ANY, "--pair-rounds")
+        result.start = time.perf_counter() - began
+        print(f"{about}ready after {result.start:.1f} s", file=sys.stderr)
         for load in loads:
             for chain in load.chains:
                 for driver in (GATEWAY, PAIR) if chain else (GATEWAY,):
