@@ -1,7 +1,8 @@
 """Shapes of the synthetic models: models of random weights for benchmarks, named by --synthetic.
 
 A target's shapes are those of the published config.json of gpt-oss; beside it stands a draft as SpecForge configures
-one for it. `tiny-gpt-oss` is the same in small, for CPUs. No tensors here: the command line reads this, too.
+one for it. `tiny-gpt-oss` is the same in small, for CPUs; `gpt-oss-4-layers` has the widths of the largest and starts
+in seconds, to rehearse measurements. No tensors here: the command line reads this, too.
 """
 
 from __future__ import annotations
@@ -132,6 +133,7 @@ SYNTHETIC_MODELS = {
             draft_intermediate=128,
             draft_vocabulary=128,
         ),
+        _model("gpt-oss-4-layers", layers=4, experts=128, draft_layer_ids=[0, 1, 2], **_GPT_OSS),
     )
 }
 

@@ -31,6 +31,7 @@ from deploy.gpt_oss.table import table
 
 ROOT = Path(__file__).parents[2]
 MEASURED = "measured.json"
+_MODEL_HELP = "gpt-oss-4-layers rehearses everything on a card in a few minutes, tiny-gpt-oss on a CPU"
 _EVERY = 5.0  # seconds between two looks at a stage
 _GRACE = 20.0  # seconds that an interrupted stage gets to stop its services
 _LEAST = 20.0  # seconds that are worth a start
@@ -41,18 +42,19 @@ def main() -> int:
     """Runs what was asked for; 1 where a stage did not succeed."""
     parser = argparse.ArgumentParser(prog="deploy.gpt_oss.measure", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--model", default="gpt-oss-120b", help="tiny-gpt-oss rehearses everything on a CPU")
+    parser.add_argument("--model", default="gpt-oss-120b", help=_MODEL_HELP)
     parser.add_argument("--device", default="", help="cuda, or cpu where there is none")
     parser.add_argument("--only", nargs="+", default=[], metavar="STAGE", help="these, also where they have succeeded")
     parser.add_argument("--skip", nargs="+", default=[], metavar="STAGE")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds for all of them")
     for service in SERVICES:
         parser.add_argument(f"--{service}-flags", default="", help=f"further flags of a {service} that serves")
+    parser.add_argument("--quick", action="store_true", help="fewer requests, loads and texts")
     parser.add_argument("--list", action="store_true", help="name the stages, and run none")
     options = parser.parse_args()
     cards = _count_cards()
     flags = {service: getattr(options, f"{service}_flags") for service in SERVICES}
-    everything = stages(options.model, options.device or ("cuda" if cards else "cpu"), flags)
+    everything = stages(options.model, options.device or ("cuda" if cards else "cpu"), flags, options.quick)
     if unknown := {*options.only, *options.skip} - {stage.name for stage in everything}:
         parser.error(f"no stage is called {', '.join(sorted(unknown))}: see --list")
     if options.list:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.synthetic_models import synthetic_model
 
@@ -70,6 +70,26 @@ FULL = Sizes(
     exactness=("--prompts", "200", "--tokens", "256", "--new-tokens", "256"),
     shown=((1, 9592), (8, 1024), (64, 1024)),
 )
+# What the table cannot do without, in a few minutes: one long request of each K, and no batch of 64.
+QUICK = replace(
+    FULL,
+    tests=("-n", "8", "--dist", "loadfile", "tests/device/test_graphs.py", "tests/kernels/triton_forms"),
+    pair=("9592:1500:1:1:0,3", "1024:512:8:8:0,3"),
+    pair_longer=("9592:1500:1:1:5",),
+    two_cards=("9592:1500:1:1:3",),
+    exactness=("--prompts", "40", "--tokens", "256", "--new-tokens", "128"),
+)
+# A rehearsal at the real widths: everything runs once.
+SHORT = replace(
+    QUICK,
+    kernels=("--only", "layer"),
+    sweeps={"linear": ("linear_router", "linear.STAGES=3,5")},
+    steps=5,
+    pair=("9592:64:1:1:0,3", "1024:64:8:8:0,3", "1024:64:64:64:0,3"),
+    pair_longer=("9592:64:1:1:5",),
+    two_cards=("9592:64:1:1:3",),
+    exactness=("--prompts", "16", "--tokens", "64", "--new-tokens", "64"),
+)
 TINY = Sizes(
     tests=("tests/device", "tests/kernels/triton_forms/test_norm_and_rope.py"),
     kernels=("--only", "add_rms_norm", "router"),
@@ -84,17 +104,17 @@ TINY = Sizes(
 )
 
 
-def sizes_of(model: str) -> Sizes:
+def sizes_of(model: str, quick: bool = False) -> Sizes:
     """How much is measured of this model."""
-    return TINY if model == "tiny-gpt-oss" else FULL
+    return {"tiny-gpt-oss": TINY, "gpt-oss-4-layers": SHORT}.get(model, QUICK if quick else FULL)
 
 
-def stages(model: str, device: str, flags: Mapping[str, str] | None = None) -> list[Stage]:
+def stages(model: str, device: str, flags: Mapping[str, str] | None = None, quick: bool = False) -> list[Stage]:
     """All of them for a synthetic model. The tiny one runs anywhere: a rehearsal, whose times mean nothing.
 
-    `flags`: further ones of the services of SERVICES where they serve.
+    `flags`: further ones of the services of SERVICES where they serve. `quick`: fewer loads and texts.
     """
-    sizes = sizes_of(model)
+    sizes = sizes_of(model, quick)
     # Without a device kernels are interpreted, and the models take their other forms.
     interpreted = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
     on_device = ("--device", device)

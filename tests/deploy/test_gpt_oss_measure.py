@@ -8,15 +8,16 @@ import time
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from deploy.gpt_oss import measure
 from deploy.gpt_oss.details import details
-from deploy.gpt_oss.exactness import first_difference
+from deploy.gpt_oss.exactness import Tally, first_difference
 from deploy.gpt_oss.pair import parse_load
-from deploy.gpt_oss.stages import FULL, RESULT, TINY, Sizes, Stage, stages
+from deploy.gpt_oss.stages import FULL, QUICK, RESULT, SHORT, TINY, Sizes, Stage, stages
 from deploy.gpt_oss.table import NOT_MEASURED, table, together
 
 RATES = {"device": "H", "read": 4.17e12, "copy": 4.24e12}
@@ -120,16 +121,17 @@ def test_of_several_folders_the_best_record_of_each_stage_is_taken() -> None:
         together([several[0], {"model": "n", "stages": {}}])
 
 
-@pytest.mark.parametrize("model", ["gpt-oss-120b", "tiny-gpt-oss"])
-def test_stages_name_modules_that_exist(model: str) -> None:
-    everything = stages(model, "cuda")
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("model", ["gpt-oss-120b", "gpt-oss-4-layers", "tiny-gpt-oss"])
+def test_stages_name_modules_that_exist(model: str, quick: bool) -> None:
+    everything = stages(model, "cuda", quick=quick)
     assert len({stage.name for stage in everything}) == len(everything)
     for stage in everything:
         assert stage.command[0] == "-m" and find_spec(stage.command[1])
         assert RESULT in stage.command or RESULT in stage.environment.values()
 
 
-@pytest.mark.parametrize("sizes", [FULL, TINY], ids=["full", "tiny"])
+@pytest.mark.parametrize("sizes", [FULL, SHORT, TINY], ids=["full", "short", "tiny"])
 def test_sweeps_set_constants_that_exist(sizes: Sizes) -> None:
     pytest.importorskip("triton")
     for _, *settings in sizes.sweeps.values():
@@ -142,9 +144,25 @@ def test_loads_hold_what_the_table_shows() -> None:
     loads = [parse_load(text, 1000) for text in FULL.pair]
     shown = {(load.streams, len(load.requests[0].token_ids.token_ids)) for load in loads if set(load.chains) >= {0, 3}}
     assert shown == set(FULL.shown)
+    quick = [parse_load(text, 1000) for text in QUICK.pair]
+    assert {load.requests[0].max_new_tokens for load in quick} == {512, 1500}, "of the lengths that the table names"
     assert len({request.sampling.seed for request in loads[1].requests}) == 64
     with pytest.raises(ValueError, match="--load: expected IN:OUT"):
         parse_load("1:2:3", 10)
+
+
+def test_texts_are_counted_batch_by_batch() -> None:
+    def answers(*texts: str) -> list[Any]:
+        histograms = [[1, len(text)] for text in texts]
+        return [
+            SimpleNamespace(token_ids=list(text), usage=SimpleNamespace(acceptance_histogram=histogram))
+            for text, histogram in zip(texts, histograms, strict=True)
+        ]
+
+    tally = Tally(1)
+    assert tally.add(answers("ab", "cd", "ef"), answers("ab", "cx", "ef"), 1.0) == [1]
+    assert tally.add(answers("gh"), answers("g"), 0.5) == [0]
+    assert (tally.texts, tally.equal, tally.accepted, tally.seconds) == (4, 2, [4, 7], 1.5)
 
 
 def test_the_first_difference() -> None:

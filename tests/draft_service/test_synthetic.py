@@ -12,7 +12,8 @@ from draft_service.sharing import TargetFacts
 from draft_service.synthetic import synthetic_checkpoint
 from outrider.synthetic_models import SYNTHETIC_MODELS
 
-BOUNDARIES = {"gpt-oss-120b": (2, 18, 34), "gpt-oss-20b": (2, 12, 22), "tiny-gpt-oss": (1, 2, 3)}
+BOUNDARIES = {"gpt-oss-120b": (2, 18, 34), "gpt-oss-20b": (2, 12, 22)}
+BOUNDARIES |= {"tiny-gpt-oss": (1, 2, 3), "gpt-oss-4-layers": (1, 2, 3)}
 
 
 @pytest.mark.parametrize("name", SYNTHETIC_MODELS)

@@ -133,7 +133,7 @@ async def test_a_target_says_that_it_is_synthetic_and_accepts_by_script():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"synthetic": "gpt-2"}, "--synthetic: expected one of gpt-oss-120b, gpt-oss-20b, tiny-gpt-oss, found 'gpt-2'"),
+        ({"synthetic": "gpt-2"}, "--synthetic: expected one of gpt-oss-120b, gpt-oss-20b, tiny-gpt-oss, "),
         ({"synthetic_acceptance": 0.9}, "--synthetic-acceptance: expected 1 to 5"),
         ({"synthetic_acceptance": 5.1}, "one more than --max-draft-tokens, found 5.1"),
         ({"synthetic_acceptance": 2.0, "synthetic": ""}, "--synthetic-acceptance: expected --synthetic beside it"),
