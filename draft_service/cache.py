@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from draft_service.sequence import DraftSequence
@@ -34,9 +36,9 @@ class DraftCache:
             if pages is None:
                 return False
             if sequence.table is None:
-                sequence.table = torch.zeros(self._table_width, dtype=torch.int32)
+                sequence.table = np.zeros(self._table_width, dtype=np.int32)
             held = first_page + len(sequence.pages)
-            sequence.table[held : held + missing] = torch.tensor(pages, dtype=torch.int32)
+            sequence.table[held : held + missing] = pages
             sequence.pages += pages
         return True
 
@@ -64,8 +66,8 @@ class DraftCache:
         narrows = triton_forms.wanted(self.kv.layers[0].keys)
         return table_width(num_positions, self._table_width) if narrows else self._table_width
 
-    def tables(self, sequences: Collection[DraftSequence], width: int) -> torch.Tensor:
-        """The first columns of the sequences' page tables, int32 [S, width], in main memory."""
+    def tables(self, sequences: Collection[DraftSequence], width: int) -> npt.NDArray[np.int32]:
+        """The first columns of the sequences' page tables, int32 [S, width]."""
         tables = [sequence.table[:width] for sequence in sequences if sequence.table is not None]
         assert len(tables) == len(sequences), "a sequence without pages"
-        return torch.stack(tables) if len(tables) > 1 else tables[0][None]
+        return np.stack(tables) if len(tables) > 1 else tables[0][None]

@@ -13,7 +13,7 @@ from draft_service.choice import Chooser, ProposalSampling
 from draft_service.model import DraftModel
 from draft_service.sequence import DraftSequence, NewRows
 from draft_service.static_steps import Packed, StaticSteps, split
-from draft_service.turn import Turn, chain_rows_last, joined_states, places_of_rows
+from draft_service.turn import Turn, joined_states, rows_in_order
 from kernels.attention_block import Rows
 from kernels.graphs import Graphs
 from kernels.transfer import to_device, to_host, wait
@@ -92,7 +92,7 @@ class Proposer:
         """Any turns, by whatever length their chains have."""
         sequences = [turn.sequence for turn in longest_first]
         width = self.cache.width(max(turn.sequence.end + turn.num_tokens for turn in longest_first))
-        tables = to_device(self.cache.tables(sequences, width), self.model.device)
+        tables = self._tensor(self.cache.tables(sequences, width))
         starts = self._tensor([sequence.start for sequence in sequences])
         hidden, token_ids = self._take_in(longest_first, tables, starts)
         drafted = self._draft(longest_first, hidden, token_ids, tables, starts)
@@ -102,15 +102,14 @@ class Proposer:
         self, turns: list[Turn], tables: torch.Tensor, starts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores keys and values of all rows but those that chains begin with: of these, returns g and tokens."""
-        pieces = chain_rows_last(turns)
-        states = joined_states(pieces, self.model.device).to(self.model.dtype)
-        tokens = [tokens for _, tokens in pieces]
-        token_ids = torch.from_numpy(tokens[0] if len(tokens) == 1 else np.concatenate(tokens))
-        token_ids = to_device(token_ids, self.model.device)
+        order, ids, positions, of_turn = rows_in_order(turns)
+        states = joined_states(turns, self.model.device).to(self.model.dtype)
+        if len(turns) > 1:
+            states = states[to_device(torch.from_numpy(order), self.model.device)]
+        token_ids = to_device(torch.from_numpy(ids), self.model.device)
         hidden = self.model.project(states)
-        positions, sequences = places_of_rows(turns)
         if count := len(positions):
-            rows = Rows(self._tensor(positions), self._tensor(sequences), tables, starts)
+            rows = Rows(self._tensor(positions), self._tensor(of_turn), tables, starts)
             self.model.take_in(hidden[:count], token_ids[:count], rows, self.cache.kv)
         return hidden[count:], token_ids[count:]
 

@@ -37,7 +37,7 @@ class DraftSequence:
     # Pages of the positions from first_page * page_size on, and the table that attention reads.
     first_page: int = 0
     pages: list[int] = field(default_factory=list)
-    table: torch.Tensor | None = None
+    table: npt.NDArray[np.int32] | None = None
     last_used: float = 0.0
     # Seconds from its last answer to the rows that followed.
     turnaround: float = 0.0

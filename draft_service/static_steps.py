@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from draft_service.cache import DraftCache
 from draft_service.choice import ROW_DTYPES, Chooser, row_values
 from draft_service.model import DraftModel
-from draft_service.turn import Turn, chain_rows_last, joined_states, places_of_rows
+from draft_service.turn import Turn, joined_states, rows_in_order
 from kernels.attention_block import Rows
 from kernels.graphs import MOST_ROWS, Graphs, Layout, padded
 from kernels.transfer import host_room, land
@@ -59,8 +60,9 @@ class StaticSteps:
         self._cache = cache
         self._chooser = chooser
         self._graphs = graphs
-        most, width = MOST_ROWS + MOST_SEQUENCES, model.draft.input_width
-        self._states = torch.zeros(most, width, dtype=model.dtype, device=model.device)
+        width = model.draft.input_width
+        self._states = torch.zeros(MOST_ROWS, width, dtype=model.dtype, device=model.device)
+        self._each = torch.arange(MOST_SEQUENCES, dtype=torch.int32, device=model.device)
         # By the chains' length, since groups of several lengths can be queued at once.
         self._landing: dict[int, torch.Tensor] = {}
 
@@ -72,43 +74,33 @@ class StaticSteps:
         """
         sequences, tokens = [turn.sequence for turn in turns], turns[0].num_tokens
         pages = self._cache.width(max(sequence.end for sequence in sequences) + tokens)
-        positions, of_turn = places_of_rows(turns)
-        shape = Shape(padded(len(positions)), padded(len(turns)), tokens, pages)
+        order, token_ids, positions, of_turn = rows_in_order(turns)
+        taken_in = len(positions)
+        shape = Shape(padded(taken_in), padded(len(turns)), tokens, pages)
         step = self._graphs.step(shape, _layout(shape), lambda inputs: self._draft(shape, inputs))
-        pieces, taken_in = chain_rows_last(turns), len(positions)
-        token_ids = np.concatenate([token_ids for _, token_ids in pieces])
         columns: dict[str, Sequence[Any] | np.ndarray] = {
+            "places": _filled_up(order, taken_in, shape.rows),
             "positions": positions,
             "sequences": of_turn,
             "token_ids": token_ids[:taken_in],
             "last_ids": token_ids[taken_in:],
             "lasts": [sequence.end - 1 for sequence in sequences],
             "starts": [sequence.start for sequence in sequences],
-            "each": range(len(turns)),
-            "tables": self._cache.tables(sequences, pages).numpy(),
+            "tables": self._cache.tables(sequences, pages),
             **row_values([sequence.sampling for sequence in sequences]),
         }
         for name, values in columns.items():
             step.inputs.fill(name, values)
-        states = joined_states(pieces, self._model.device)
-        self._fill_states(states[:taken_in], 0, shape.rows)
-        self._fill_states(states[taken_in:], shape.rows, shape.rows + shape.sequences)
+        joined_states(turns, self._model.device, self._states[: len(order)])
         if tokens not in self._landing:
             self._landing[tokens] = host_room((tokens * 2 * MOST_SEQUENCES,), torch.int32, self._model.device)
         return self._graphs.run(step)
-
-    def _fill_states(self, states: torch.Tensor, begin: int, end: int) -> None:
-        """Writes states to the static ones from `begin` on; up to `end` the last is repeated."""
-        filled = begin + len(states)
-        self._states[begin:filled] = states
-        if filled < end:
-            self._states[filled:end] = states[-1]
 
     def _draft(self, shape: Shape, inputs: Mapping[str, torch.Tensor]) -> Packed:
         """What is captured."""
         model, kv = self._model, self._cache.kv
         tables, starts, count = inputs["tables"], inputs["starts"], shape.rows
-        hidden = model.project(self._states[: count + shape.sequences])
+        hidden = model.project(self._states.index_select(0, inputs["places"]))
         if count:
             rows = Rows(inputs["positions"], inputs["sequences"], tables, starts, num_chain_rows=count)
             model.take_in(hidden[:count], inputs["token_ids"], rows, kv)
@@ -117,7 +109,7 @@ class StaticSteps:
         drafted = []
         for step in range(shape.tokens):
             positions = inputs["lasts"] + step
-            rows = Rows(positions, inputs["each"], tables, starts, num_chain_rows=shape.sequences)
+            rows = Rows(positions, self._each[: shape.sequences], tables, starts, num_chain_rows=shape.sequences)
             logits, hidden = model.propose(hidden, token_ids, rows, kv)
             token_ids, probabilities = self._chooser.choose_rows(logits, positions=positions, **params)
             drafted += [token_ids.int(), probabilities.view(torch.int32)]
@@ -128,13 +120,21 @@ class StaticSteps:
 def _layout(shape: Shape) -> Layout:
     each_row, each_sequence = (shape.rows,), (shape.sequences,)
     return {
+        "places": (torch.int64, (shape.rows + shape.sequences,)),
         "positions": (torch.int32, each_row),
         "sequences": (torch.int32, each_row),
         "token_ids": (torch.int64, each_row),
         "last_ids": (torch.int64, each_sequence),
         "lasts": (torch.int32, each_sequence),
         "starts": (torch.int32, each_sequence),
-        "each": (torch.int32, each_sequence),
         "tables": (torch.int32, (shape.sequences, shape.pages)),
         **{name: (dtype, each_sequence) for name, dtype in ROW_DTYPES.items()},
     }
+
+
+def _filled_up(order: npt.NDArray[np.int64], taken_in: int, rows: int) -> npt.NDArray[np.int64]:
+    """The order of rows with the last of those that are taken in repeated, so that they are `rows`."""
+    if taken_in == rows:
+        return order
+    repeated = order[taken_in - 1].repeat(rows - taken_in)
+    return np.concatenate([order[:taken_in], repeated, order[taken_in:]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +12,6 @@ import torch
 
 from draft_service.sequence import DraftSequence, NewRows
 from kernels.transfer import to_device
-
-Pieces = list[tuple[torch.Tensor, npt.NDArray[np.int64]]]
 
 
 @dataclass(eq=False, slots=True)
@@ -33,33 +32,46 @@ class Turn:
         return self.rows.count - (self.num_tokens > 0)
 
 
-def chain_rows_last(turns: Sequence[Turn]) -> Pieces:
-    """States and tokens of all turns' rows in order, but the last rows of those that want a chain at the end."""
+class RowOrder(NamedTuple):
+    """The rows of all turns in the order in which they are computed: those that chains begin with at the end.
+
+    order: int64 [T], of each its place among the turns' rows, one after the other. token_ids: int64 [T]. positions and
+    turns: int64, of the rows before those at the end, and which turn each belongs to.
+    """
+
+    order: npt.NDArray[np.int64]
+    token_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    turns: npt.NDArray[np.int64]
+
+
+def rows_in_order(turns: Sequence[Turn]) -> RowOrder:
+    """Where the turns' rows stand, and their tokens."""
+    pieces = [token_ids for turn in turns for _, token_ids in turn.rows.pieces]
+    token_ids = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
     if len(turns) == 1:
-        return turns[0].rows.pieces
-    others: Pieces = []
-    last: Pieces = []
-    for turn in turns:
-        pieces = turn.rows.pieces
-        if turn.num_tokens:
-            states, tokens = pieces[-1]
-            pieces = [*pieces[:-1], (states[:-1], tokens[:-1])]
-            last.append((states[-1:], tokens[-1:]))
-        others += pieces
-    return others + last
+        first, count = turns[0].rows.first_position, turns[0].num_taken_in
+        return RowOrder(
+            np.arange(len(token_ids)), token_ids, np.arange(first, first + count), np.zeros(count, dtype=np.int64)
+        )
+    counts = np.array([turn.rows.count for turn in turns])
+    ends = counts.cumsum()
+    lasts = (ends - 1)[[turn.num_tokens > 0 for turn in turns]]
+    at_the_end = np.zeros(len(token_ids), dtype=bool)
+    at_the_end[lasts] = True
+    taken_in = np.flatnonzero(~at_the_end)
+    order = np.concatenate([taken_in, lasts])
+    of_turn = np.arange(len(turns)).repeat(counts)[taken_in]
+    firsts = np.array([turn.rows.first_position for turn in turns]) - ends + counts
+    return RowOrder(order, token_ids[order], firsts[of_turn] + taken_in, of_turn)
 
 
-def joined_states(pieces: Pieces, device: torch.device) -> torch.Tensor:
-    """The states of all rows on `device`; some may have come through its memory, and some inline."""
-    states = [states for states, _ in pieces]
-    if len({one.device for one in states}) > 1:
+def joined_states(turns: Sequence[Turn], device: torch.device, room: torch.Tensor | None = None) -> torch.Tensor:
+    """The states of all rows on `device`, in `room` if given; some may have come through its memory, some inline."""
+    states = [states for turn in turns for states, _ in turn.rows.pieces]
+    if len(states) > 1 and len({one.device for one in states}) > 1:
         states = [to_device(one, device) for one in states]
-    return to_device(states[0] if len(states) == 1 else torch.cat(states), device)
-
-
-def places_of_rows(turns: Sequence[Turn]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Positions of the rows that are taken in, and which turn each belongs to."""
-    firsts = [turn.rows.first_position for turn in turns]
-    counts = [turn.num_taken_in for turn in turns]
-    positions = [np.arange(first, first + count) for first, count in zip(firsts, counts, strict=True)]
-    return np.concatenate(positions), np.arange(len(turns)).repeat(counts)
+    if room is None or states[0].device != device:
+        joined = to_device(states[0] if len(states) == 1 else torch.cat(states), device)
+        return joined if room is None else room.copy_(joined)
+    return room.copy_(states[0]) if len(states) == 1 else torch.cat(states, out=room)
