@@ -2,7 +2,7 @@
 
 The scripted draft of the tests proposes the text of K = 0, with a wrong token at one place or none, so that every
 accepted length occurs. The target has random weights, whose best logits are often nearly tied: a single row that is
-rounded otherwise shows soon. Prompts go through the target 64 rows at a time, since more rows have the bits of the
+rounded otherwise shows soon. Steps have 64 rows at most, those of prompts, too, since more rows have the bits of the
 library's products, which depend on their number (docs/exactness.md).
 
 Of texts that differ the file says where first, by how much the log-probability of the token at K = 0 led there, and
@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import random
+import re
 import shlex
 import tempfile
 import time
@@ -39,9 +40,9 @@ class Run:
     """A gateway before the target and the scripted draft, and how it is asked."""
 
     client: Client
-    streams: int
+    rows: int
+    """Of a step, of all streams together."""
     new_tokens: int
-
     prompts: Sequence[Sequence[int]]
 
     async def ask(self, index: int, chain: int, **fields: Any) -> Answer:
@@ -51,8 +52,8 @@ class Run:
         return await self.client.generate(self.prompts[index], k=chain, timeout=_TIMEOUT, **fields)
 
     async def ask_all(self, indices: Sequence[int], chain: int) -> list[Answer]:
-        """The answers to these prompts, `streams` at a time."""
-        free = asyncio.Semaphore(self.streams)
+        """The answers to these prompts, as many at a time as a step has rows for."""
+        free = asyncio.Semaphore(self.rows // (chain + 1))
 
         async def ask(index: int) -> Answer:
             async with free:
@@ -117,14 +118,14 @@ async def compare(options: argparse.Namespace, gateway: Service, recorded: Recor
     """Asks for all texts at each K, some prompts after the other, and writes the file after each K of these."""
     vocabulary = synthetic_model(options.synthetic).target["vocab_size"]
     prompts = random_prompts(options.prompts, options.tokens, vocabulary, options.seed)
-    found = {name: getattr(options, name) for name in ("synthetic", "prompts", "tokens", "new_tokens", "streams")}
+    found = {name: getattr(options, name) for name in ("synthetic", "prompts", "tokens", "new_tokens", "rows")}
     tallies = [Tally(chain) for chain in map(int, options.chains.split(","))]
 
     def write() -> None:
         options.json.write_text(json.dumps({**found, "chains": [asdict(tally) for tally in tallies]}, indent=1))
 
     async with Client(gateway.address) as client:
-        run = Run(client, options.streams, options.new_tokens, prompts)
+        run = Run(client, options.rows, options.new_tokens, prompts)
         for begin in range(0, len(prompts), options.batch):
             indices = range(begin, min(begin + options.batch, len(prompts)))
             began = time.perf_counter()
@@ -158,16 +159,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="of each prompt")
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--chains", default="1,3,7")
-    parser.add_argument("--streams", type=int, default=8, help="requests at once; times the chain's rows at most 64")
-    parser.add_argument("--step-tokens", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=40, help="prompts that go through every K before the next ones")
+    parser.add_argument("--rows", type=int, default=64, help="of a step: a request has one, and those of its chain")
+    parser.add_argument("--batch", type=int, default=64, help="prompts that go through every K before the next ones")
     parser.add_argument("--look", type=int, default=4, help="differing texts of each K that are looked at")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target-flags", type=shlex.split, default=[], help="further flags of the target")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     flags = ["--synthetic", options.synthetic, "--device", options.device, "--kv-cache", options.kv_cache]
-    flags += ["--step-tokens", str(options.step_tokens), *options.target_flags]
+    flags += ["--step-tokens", str(options.rows), *options.target_flags]
     began = time.perf_counter()
     with ExitStack() as stack:
         recorded = Recorded(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "oracle.json")
@@ -178,7 +178,9 @@ def main() -> None:
         pair = f"{target.address}={draft.address}"
         gateway = stack.enter_context(start_gateway([pair], "--allow-synthetic", "--draft-timeout", "60"))
         eventually(lambda: gateway.metric("outrider_peer_available") == 2, 60.0, dump=[gateway])
-        print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
+        print(
+            *re.findall(r".*loaded in .*", target.text), f"ready after {time.perf_counter() - began:.1f} s", flush=True
+        )
         asyncio.run(compare(options, gateway, recorded))
 
 

@@ -77,7 +77,7 @@ QUICK = replace(
     pair=("9592:1500:1:1:0,3", "1024:512:8:8:0,3"),
     pair_longer=("9592:1500:1:1:5",),
     two_cards=("9592:1500:1:1:3",),
-    exactness=("--prompts", "40", "--tokens", "256", "--new-tokens", "128"),
+    exactness=("--prompts", "32", "--tokens", "256", "--new-tokens", "256"),
 )
 # A rehearsal at the real widths: everything runs once.
 SHORT = replace(
