@@ -30,7 +30,7 @@ class Close:
     sequence: DraftSequence
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ask:
     """An ExtendDraft from the target itself, which names the sequence by its link_id. Not checked yet."""
 
@@ -56,7 +56,7 @@ class Barrier:
 Command: TypeAlias = Open | Extend | Close | Ask | Replace | Barrier
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answer:
     """A chain for a sequence, or the error that ended it; `link` where the target itself asked."""
 
@@ -72,13 +72,9 @@ class Answer:
         """As a message, for whoever calls the sequence so."""
         if self.error is not None:
             return draft_pb2.DraftEvent(sequence_id=sequence_id, error=to_status(self.error))
-        return draft_pb2.DraftEvent(
-            sequence_id=sequence_id,
-            proposal=draft_pb2.DraftEvent.Proposal(
-                token_ids=self.chain.token_ids,
-                probabilities=self.chain.probabilities,
-                first_position=self.first_position,
-            ),
-            queue_us=self.queue_us,
-            compute_us=self.compute_us,
-        )
+        event = draft_pb2.DraftEvent(sequence_id=sequence_id, queue_us=self.queue_us, compute_us=self.compute_us)
+        proposal = event.proposal  # set part by part, since a message given to a constructor is copied
+        proposal.first_position = self.first_position
+        proposal.token_ids.extend(self.chain.token_ids)
+        proposal.probabilities.extend(self.chain.probabilities)
+        return event

@@ -78,11 +78,11 @@ class DraftEngine:
         try:
             turns = [turn for extends in taken if (turn := self._turn(extends))]
             chains = self._proposer.step(turns) if turns else []
+            self._last_step = time.perf_counter() - started
+            self._answer(taken, dict(zip((turn.sequence for turn in turns), chains, strict=True)), started)
         finally:
             for extends in taken:
                 _release(extends)
-        self._last_step = time.perf_counter() - started
-        self._answer(taken, dict(zip((turn.sequence for turn in turns), chains, strict=True)), started)
         self._metrics.step(self._last_step, itertools.chain.from_iterable(taken), turns, chains)
 
     def on_failure(self, error: Exception) -> None:

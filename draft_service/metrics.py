@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry
@@ -11,6 +12,7 @@ from draft_service.self_test import Verdict
 from draft_service.sequence import Extend
 from outrider.metrics import Series
 from outrider.shared_buffers import TRANSPORT_NAMES
+from outrider.v1 import common_pb2
 
 
 class DraftMetrics:
@@ -53,8 +55,11 @@ class DraftMetrics:
 
     def step(self, seconds: float, extends: Iterable[Extend], turns: Sequence[Turn], chains: Sequence[Chain]) -> None:
         """Counts one step, and the hidden states that it read."""
+        num_bytes: Counter[common_pb2.Transport] = Counter()
         for extend in extends:
-            self.state_bytes[TRANSPORT_NAMES[extend.transport]].inc(extend.states.nbytes)
+            num_bytes[extend.transport] += extend.states.nbytes
+        for transport, count in num_bytes.items():
+            self.state_bytes[TRANSPORT_NAMES[transport]].inc(count)
         self.step_seconds.observe(seconds)
         self.rows.inc(sum(turn.rows.count for turn in turns))
         self.proposals.inc(sum(turn.num_tokens > 0 for turn in turns))

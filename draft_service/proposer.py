@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +21,7 @@ from kernels.graphs import Graphs
 from kernels.transfer import to_device, to_host, wait
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chain:
     """Proposed tokens, as ids of the target's vocabulary, and the draft's probability of each."""
 
@@ -159,13 +161,15 @@ def _read_chains(turns: Sequence[Turn], drafted: Drafted) -> list[Chain]:
     probability_rows = [probabilities.tolist() for _, probabilities in drafted]
     chains = []
     for index, turn in enumerate(turns):
-        chain, confidence = Chain([], []), 1.0
-        for step in range(min(turn.num_tokens, len(drafted))):
-            probability = probability_rows[step][index]
-            confidence *= probability
-            if confidence < turn.min_confidence:
-                break
-            chain.token_ids.append(token_rows[step][index])
-            chain.probabilities.append(probability)
-        chains.append(chain)
+        length = min(turn.num_tokens, len(drafted))
+        probabilities = [row[index] for row in probability_rows[:length]]
+        if turn.min_confidence > 0:
+            length = _num_sure(probabilities, turn.min_confidence)
+        chains.append(Chain([row[index] for row in token_rows[:length]], probabilities[:length]))
     return chains
+
+
+def _num_sure(probabilities: list[float], min_confidence: float) -> int:
+    """How many tokens of a chain stand before its confidence, the product of the probabilities, falls too low."""
+    confidences = itertools.accumulate(probabilities, operator.mul)
+    return next((n for n, confidence in enumerate(confidences) if confidence < min_confidence), len(probabilities))

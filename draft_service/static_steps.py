@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,7 @@ class StaticSteps:
         return land(packed, self._landing[shape.tokens])
 
 
+@cache
 def _layout(shape: Shape) -> Layout:
     each_row, each_sequence = (shape.rows,), (shape.sequences,)
     return {

@@ -19,6 +19,7 @@ from outrider.tensors import decode
 from outrider.v1 import common_pb2, draft_pb2
 
 _LARGEST_POSITION = 2**32 - 1
+_FEW = 32  # of fewer numbers Python finds the largest faster than numpy
 
 
 class SliceReader(Protocol):
@@ -114,7 +115,7 @@ def _checked_token_ids(
     if count != num_rows:
         raise InvalidArgument("extend.token_ids", f"expected {num_rows}, one for each row, found {count}")
     token_ids = np.fromiter(command.token_ids, dtype=np.int64, count=count)
-    largest = int(token_ids.max())
+    largest = max(command.token_ids) if count < _FEW else int(token_ids.max())
     if largest >= rules.vocab_size:
         raise InvalidArgument("extend.token_ids", f"expected ids below {rules.vocab_size}, found {largest}")
     return token_ids

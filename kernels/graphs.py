@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -27,6 +28,7 @@ _ROW_COUNTS = (*range(1, 9), 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MOST_ROWS = _ROW_COUNTS[-1]
 
 
+@cache
 def padded(count: int) -> int:
     """How many rows, of the numbers that graphs are made for, `count` rows take. At most MOST_ROWS."""
     return next(size for size in _ROW_COUNTS if size >= count) if count else 0

@@ -58,14 +58,15 @@ def decode(
     if dtype is None:
         raise InvalidArgument(f"{field}.dtype", f"expected one of {sorted(DTYPES)}, found {message.dtype}")
     shape = tuple(message.shape)
-    if any(size < 0 for size in shape):
+    if min(shape, default=0) < 0:
         raise InvalidArgument(f"{field}.shape", f"expected no negative dimension, found {list(shape)}")
-    if len(shape) > _MOST_DIMENSIONS or math.prod(size or 1 for size in shape) > _MOST_ELEMENTS:
+    num_elements = math.prod(shape)
+    if len(shape) > _MOST_DIMENSIONS or (num_elements or math.prod(filter(None, shape))) > _MOST_ELEMENTS:
         raise InvalidArgument(
             f"{field}.shape",
             f"expected at most {_MOST_DIMENSIONS} dimensions and {_MOST_ELEMENTS} elements, found {list(shape)}",
         )
-    size = math.prod(shape) * dtype.itemsize
+    size = num_elements * dtype.itemsize
     source = message.WhichOneof("source")
     if source == "slice":
         if resolve is None:
