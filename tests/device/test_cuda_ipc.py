@@ -136,8 +136,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @contextmanager
 def pair(models: tuple[Path, Path], draft_device: str, *gateway: str) -> Iterator[tuple[Service, Service, Service]]:
     flags = ["--kv-cache", "64MiB", "--device"]
+    # More rows have the bits of the library's products, which depend on their number.
+    served = ["--model", models[0], "--step-tokens", "64"]
     with (
-        Service("target_service", *ANY, "--model", models[0], *flags, "cuda:0", timeout=200) as target,
+        Service("target_service", *ANY, *served, *flags, "cuda:0", timeout=200) as target,
         Service(
             "draft_service",
             *(*ANY, "--model", models[1], "--target", target.address, "--no-self-test", *flags, draft_device),
