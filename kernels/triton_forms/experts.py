@@ -18,17 +18,17 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton_forms.mxfp4 import TILE, PackedExperts, load_tile
+from kernels.triton_forms import mxfp4
+from kernels.triton_forms.mxfp4 import PackedExperts, load_tile, shuffled, shuffled_place, unpack
 from kernels.triton_forms.overlap import LAUNCH, OVERLAPS, after_previous, prefetch, then_let_next_start
 
 FEW_ROWS = 16
 MOST_ROWS_OF_SMALL_TILES = 256
-SMALL_TILE, BATCH_TILE = 16, 16  # rows of few, and of a batch
-WARPS, STAGES, UNROLLED = 4, 3, 5
+SMALL_OUTPUTS, BATCH_TILE = 16, 16
+UNROLLED = 5  # tiles of inputs that are on their way to a warp
 SPLITS = 3  # spans of the inputs of down: it has half as many outputs as gate and up
 LARGE_TILE, LARGE_OUTPUTS = 128, 256
 LARGE_WARPS, LARGE_STAGES = 8, 3
-_MOST_LINES = 256  # of 128 bytes, that a program of down fetches before it waits
 _MOST_NUMBERS = 2**31 - 1  # places are 32 bits wide
 
 
@@ -67,6 +67,7 @@ def moe_parts(
     x, (rows, top_k) = x.contiguous(), ids.shape
     small = rows <= MOST_ROWS_OF_SMALL_TILES
     splits = _splits(down.shape[2]) if small else 1
+    x = x if small else shuffled(x)
     activated = torch.empty(rows * top_k, down.shape[2], dtype=x.dtype, device=x.device)
     parts = torch.empty(top_k * splits, rows, down.shape[1], dtype=torch.float32, device=x.device)
     if parts.numel() > _MOST_NUMBERS:
@@ -80,13 +81,13 @@ def moe_parts(
 
 def _splits(inputs: int) -> int:
     """How many spans, of whole tiles, there are of so many inputs; no row's number of neighbours changes it."""
-    steps = inputs // TILE
+    steps = inputs // mxfp4.INPUTS
     return triton.cdiv(steps, triton.cdiv(steps, SPLITS))
 
 
 def _tile_rows(rows: int) -> int:
     if rows <= FEW_ROWS:
-        return SMALL_TILE
+        return 8 if rows <= 8 else 16
     return BATCH_TILE if rows <= MOST_ROWS_OF_SMALL_TILES else LARGE_TILE
 
 
@@ -114,8 +115,8 @@ def _launch(
     small: bool,
 ) -> None:
     experts, outputs, inputs = weights.shape
-    tile_outputs = TILE if small else LARGE_OUTPUTS
-    steps = inputs // TILE
+    tile_outputs = SMALL_OUTPUTS if small else LARGE_OUTPUTS
+    steps = inputs // mxfp4.INPUTS
     gate = activation or Activation(1.0, 0.0, 0.0)
     _experts[(triton.cdiv(outputs, tile_outputs), tiles.count, splits)](
         x,
@@ -142,12 +143,13 @@ def _launch(
         GATED=activation is not None,
         TILE_ROWS=tiles.rows,
         TILE_OUTPUTS=tile_outputs,
-        LINES=triton.next_power_of_2(min(triton.cdiv(steps, splits) * 16, _MOST_LINES)),
-        UNROLLED=UNROLLED if small and steps % (splits * UNROLLED) == 0 else 1,
+        SMALL=small,
+        LINES=triton.next_power_of_2(triton.cdiv(steps, splits) * 4),
+        UNROLLED=UNROLLED if steps % (splits * UNROLLED) == 0 else 1,
         BF16=x.dtype == torch.bfloat16,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        num_warps=WARPS if small else LARGE_WARPS,
-        num_stages=STAGES if small else LARGE_STAGES,
+        num_warps=1 if small else LARGE_WARPS,
+        num_stages=1 if small else LARGE_STAGES,
         **LAUNCH,
     )
 
@@ -183,6 +185,65 @@ def _rows_of_tile(
     return expert, tl.load(order + place, mask=inside, other=0).to(tl.int32), inside, exists
 
 
+@triton.jit
+def _product_of_few(
+    x,
+    values,
+    scales,
+    x_row,
+    begin,
+    end,
+    INPUTS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_OUTPUTS: tl.constexpr,
+    UNROLLED: tl.constexpr,
+    BF16: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """[TILE_OUTPUTS, TILE_ROWS]: one warp, whose threads read what they multiply with, and share nothing."""
+    # [t, row, low or high, one of eight]: in this order of dimensions a thread loads what it multiplies with.
+    of_lane = tl.arange(0, 4)[:, None, None, None] * 8 + tl.arange(0, 2)[None, None, :, None] * 32
+    of_lane += tl.arange(0, 8)[None, None, None, :]
+    x_places = x + (x_row[None, :, None, None] * INPUTS + of_lane)
+    acc = tl.zeros((TILE_OUTPUTS, TILE_ROWS), tl.float32)
+    for first in range(begin, end, UNROLLED):
+        packed, words, columns = (), (), ()
+        for one in tl.static_range(UNROLLED):
+            packed = packed + (load_tile(values + (first + one) * 512, BF16),)  # noqa: RUF005
+            words = words + (tl.load(scales + (first + one) * 8),)  # noqa: RUF005
+            columns = columns + (tl.load(x_places + (first + one) * 64),)  # noqa: RUF005
+        for one in tl.static_range(UNROLLED):
+            weights = unpack(packed[one], words[one], False, BF16, x.dtype.element_ty)
+            column = columns[one].permute(2, 0, 3, 1).reshape(64, TILE_ROWS)
+            acc = tl.dot(weights, column, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _product_of_many(
+    x,
+    values,
+    scales,
+    x_row,
+    begin,
+    end,
+    INPUTS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_OUTPUTS: tl.constexpr,
+    BF16: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """[TILE_OUTPUTS, TILE_ROWS], of x whose inputs are `shuffled`."""
+    x_places = x + (x_row[None, :] * INPUTS + tl.arange(0, 64)[:, None])
+    acc = tl.zeros((TILE_OUTPUTS, TILE_ROWS), tl.float32)
+    for step in range(begin, end):
+        columns = tl.load(x_places + step * 64)
+        packed, words = load_tile(values + step * 512, BF16), tl.load(scales + step * 8)
+        weights = unpack(packed, words, True, BF16, x.dtype.element_ty)
+        acc = tl.dot(weights, columns, acc, input_precision=PRECISION)
+    return acc
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _experts(
     x,
@@ -209,6 +270,7 @@ def _experts(
     GATED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_OUTPUTS: tl.constexpr,
+    SMALL: tl.constexpr,
     LINES: tl.constexpr,
     UNROLLED: tl.constexpr,
     BF16: tl.constexpr,
@@ -224,32 +286,44 @@ def _experts(
             order, pair_ends, tile_ends, tile, EXPERTS, EXPERTS_BLOCK, TILE_ROWS
         )
     STEPS: tl.constexpr = INPUTS // 64
-    TILES: tl.constexpr = (OUTPUTS + 63) // 64
+    TILES: tl.constexpr = (OUTPUTS + 15) // 16
     expert = expert.to(tl.int64)
+    first_tile = tl.program_id(0) * (TILE_OUTPUTS // 16)
     if not GATED:
         if OVERLAPS and exists:
-            first = expert * TILES + tl.program_id(0) * (TILE_OUTPUTS // 64)
-            run = values + (first * STEPS + split * SPAN) * 2048
-            line = tl.arange(0, LINES) * 128
-            prefetch(run + tl.minimum(line, SPAN * 2048 - 128))
+            run = values + ((expert * TILES + first_tile) * STEPS + split * SPAN) * 512
+            prefetch(run + tl.minimum(tl.arange(0, LINES) * 128, SPAN * 512 - 128))
         after_previous()
     if not exists:
         return
 
     lane = tl.arange(0, 2 * TILE_OUTPUTS)
     # A last tile of outputs that is not there is the one before it once more.
-    of_outputs = tl.minimum(tl.program_id(0) * (TILE_OUTPUTS // 64) + lane // 128, TILES - 1)
-    value_places = values + expert * (TILES * STEPS * 2048) + of_outputs * (STEPS * 2048) + lane % 128 * 16
-    scale_places = scales + expert * (TILES * STEPS * 32) + of_outputs * (STEPS * 32) + lane % 128 // 4
-    x_row = pairs // TOP_K if GATED else pairs
-    x_places = x + (x_row[None, :] * INPUTS + tl.arange(0, 64)[:, None])
-    acc = tl.zeros((TILE_OUTPUTS, TILE_ROWS), tl.float32)
-    for begin in range(split * SPAN, tl.minimum((split + 1) * SPAN, STEPS), UNROLLED):
-        for one in tl.static_range(UNROLLED):
-            step = begin + one
-            columns = tl.load(x_places + step * 64, mask=inside[None, :], other=0.0)
-            weights = load_tile(value_places + step * 2048, scale_places + step * 32, lane, BF16, x.dtype.element_ty)
-            acc = tl.dot(weights, columns, acc, input_precision=PRECISION)
+    of_outputs = tl.minimum(first_tile + lane // 32, TILES - 1)
+    value_places = values + expert * (TILES * STEPS * 512) + of_outputs * (STEPS * 512) + lane % 32 * 16
+    scale_places = scales + expert * (TILES * STEPS * 8) + of_outputs * (STEPS * 8) + lane % 32 // 4
+    # Rows that are not there are the first once more: nobody stores what becomes of them.
+    x_row = tl.where(inside, pairs // TOP_K if GATED else pairs, 0)
+    begin, end = split * SPAN, tl.minimum((split + 1) * SPAN, STEPS)
+    if SMALL:
+        acc = _product_of_few(
+            x,
+            value_places,
+            scale_places,
+            x_row,
+            begin,
+            end,
+            INPUTS,
+            TILE_ROWS,
+            TILE_OUTPUTS,
+            UNROLLED,
+            BF16,
+            PRECISION,
+        )
+    else:
+        acc = _product_of_many(
+            x, value_places, scale_places, x_row, begin, end, INPUTS, TILE_ROWS, TILE_OUTPUTS, BF16, PRECISION
+        )
 
     of_tile = tl.arange(0, TILE_OUTPUTS)
     output = tl.program_id(0) * TILE_OUTPUTS + of_tile
@@ -266,7 +340,8 @@ def _experts(
         gated = gate / (1.0 + tl.exp(-alpha * gate)) * (up + offset)
         result = tl.reshape(gated, (TILE_OUTPUTS // 2, TILE_ROWS))
         column = tl.program_id(0) * (TILE_OUTPUTS // 2) + tl.arange(0, TILE_OUTPUTS // 2)
-        place = out + (pairs[None, :] * (OUTPUTS // 2) + column[:, None])
+        in_row = column if SMALL else shuffled_place(column)
+        place = out + (pairs[None, :] * (OUTPUTS // 2) + in_row[:, None])
         mask = inside[None, :] & (column < OUTPUTS // 2)[:, None]
     else:
         result = acc * tl.load(shares + pairs, mask=inside, other=0.0)[None, :]

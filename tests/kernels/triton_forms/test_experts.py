@@ -85,11 +85,12 @@ def test_the_layout_is_what_the_instructions_unpack(gated):
     pairs.append((words << 5) & 0x80008000 | (words >> 6) & 0x01800180 | (words >> 5) & 0x00400040)
     halves = torch.stack([pair >> shift & 0xFFFF for pair in pairs for shift in (0, 16)], dim=-1)
     values = (halves << 16).int().view(torch.float32)
-    # [E, outputs, inputs, warp, g, t, word, low or high, g or g + 8, one of two]
-    values = values.view(COUNT, outputs // 64, inputs // 64, 4, 8, 4, 4, 2, 2, 2)
-    exponents = packed.scales.view(torch.uint8).view(COUNT, outputs // 64, inputs // 64, 4, 8, 1, 2, 1, 1, 2, 1)
-    scale = (exponents.float() - 127).exp2().expand(-1, -1, -1, -1, -1, 4, -1, 2, 2, -1, 2).flatten(6, 7)
-    found = (values * scale).permute(0, 1, 3, 8, 4, 2, 6, 7, 5, 9).reshape(COUNT, outputs, inputs)
+    # [E, tile of outputs, of inputs, g, t, word, low or high, g or g + 8, one of two]
+    tiles = COUNT, outputs // 16, inputs // 64
+    values = values.view(*tiles, 8, 4, 4, 2, 2, 2)
+    exponents = packed.scales.view(torch.uint8).view(*tiles, 8, 1, 1, 2, 2, 1)
+    scale = (exponents.float() - 127).exp2()
+    found = (values * scale).permute(0, 1, 7, 3, 2, 6, 4, 5, 8).reshape(COUNT, outputs, inputs)
     wanted = dequantize_mxfp4(blocks, scales, torch.float32)
     if gated:  # sixteen rows are eight gates and their ups
         wanted = wanted.view(COUNT, -1, 8, 2, inputs).transpose(2, 3).reshape(COUNT, outputs, inputs)
