@@ -19,7 +19,6 @@ from outrider.tensors import decode
 from outrider.v1 import common_pb2, draft_pb2
 
 _LARGEST_POSITION = 2**32 - 1
-_FEW = 32  # of fewer numbers Python finds the largest faster than numpy
 
 
 class SliceReader(Protocol):
@@ -114,11 +113,11 @@ def _checked_token_ids(
     count = len(command.token_ids)
     if count != num_rows:
         raise InvalidArgument("extend.token_ids", f"expected {num_rows}, one for each row, found {count}")
-    token_ids = np.fromiter(command.token_ids, dtype=np.int64, count=count)
-    largest = max(command.token_ids) if count < _FEW else int(token_ids.max())
+    token_ids = list(command.token_ids)
+    largest = max(token_ids)
     if largest >= rules.vocab_size:
         raise InvalidArgument("extend.token_ids", f"expected ids below {rules.vocab_size}, found {largest}")
-    return token_ids
+    return np.array(token_ids, dtype=np.int64)  # of a list: of few numbers it is made five times as fast as of others
 
 
 def _checked_confidence(command: draft_pb2.DraftCommand.ExtendDraft) -> float:
