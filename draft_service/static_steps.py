@@ -26,7 +26,7 @@ from kernels.transfer import host_room, land
 MOST_SEQUENCES = 64
 # More are a prompt's.
 MOST_ROWS_OF_ONE = 32
-# Of each token of the chains its id and the bits of its probability, int32 [K, 2, S] in main memory.
+# Of each token of the chains its id and the bits of its probability, int32 [K, 2, S].
 Packed = torch.Tensor
 
 
@@ -95,7 +95,7 @@ class StaticSteps:
         joined_states(turns, self._model.device, self._states[: len(order)])
         if tokens not in self._landing:
             self._landing[tokens] = host_room((tokens * 2 * MOST_SEQUENCES,), torch.int32, self._model.device)
-        return self._graphs.run(step)
+        return land(self._graphs.run(step), self._landing[tokens])
 
     def _draft(self, shape: Shape, inputs: Mapping[str, torch.Tensor]) -> Packed:
         """What is captured."""
@@ -114,8 +114,7 @@ class StaticSteps:
             logits, hidden = model.propose(hidden, token_ids, rows, kv)
             token_ids, probabilities = self._chooser.choose_rows(logits, positions=positions, **params)
             drafted += [token_ids.int(), probabilities.view(torch.int32)]
-        packed = torch.stack(drafted).view(shape.tokens, 2, shape.sequences)
-        return land(packed, self._landing[shape.tokens])
+        return torch.stack(drafted).view(shape.tokens, 2, shape.sequences)
 
 
 @cache

@@ -126,18 +126,14 @@ class Graphs(Generic[Output]):
 
     def run(self, step: Step[Output]) -> Output:
         """Queues the step. What it returns is there once the device has been waited for, until a step runs again."""
+        step.inputs.send()
         if self._capturing and step.graph is None and step.held and step.has_run:
             self._capture(step)
         step.has_run = True
         if step.graph is None or step.output is None:
-            return self._run(step)
+            return step.function(step.inputs.device)
         step.graph.replay()
         return step.output
-
-    def _run(self, step: Step[Output]) -> Output:
-        """What is captured: the copy of the inputs, too, so that a replay is all that the host has to ask for."""
-        step.inputs.send()
-        return step.function(step.inputs.device)
 
     def _drop_stale(self) -> None:
         """Makes room for a shape, where one has not come for long."""
@@ -154,7 +150,7 @@ class Graphs(Generic[Output]):
                 torch.cuda.stream(torch.cuda.current_stream(self._device)),
                 torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
             ):
-                step.output = self._run(step)
+                step.output = step.function(step.inputs.device)
         except RuntimeError:
             log.exception("a step cannot be captured: from now on steps run without graphs")
             self._capturing, step.output = False, None

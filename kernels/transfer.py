@@ -27,7 +27,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_room(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Main memory for results of `device` that are brought there again and again, by `land` in a graph for one."""
+    """Main memory for results of `device` that are brought there again and again, by `land`."""
     return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 

@@ -44,7 +44,7 @@ class Shape:
         return self.passes is not None and not self.passes[0]
 
 
-# The rows' hidden states, and what each chooses, int64 [R] in main memory, or logits, float32 [R, V].
+# The rows' hidden states, and what each chooses, int64 [R], or logits, float32 [R, V].
 Verified = tuple[ForwardOutput, torch.Tensor]
 
 
@@ -97,7 +97,7 @@ class ChainSteps:
                 step.inputs.fill(name, values)
         output, found = self._graphs.run(step)
         if not keeps:
-            return output, found, None
+            return output, land(found, self._choices), None
         logits = found[: len(token_ids)]
         return output, to_host(choose(logits, [chain_rows(item) for item in work])), logits
 
@@ -111,8 +111,7 @@ class ChainSteps:
             return output, self._keep(logits)
         params = {name: inputs[name] for name in DTYPES}
         all_greedy, filters = shape.passes
-        choices = choose_rows(logits, RowParams(**params, all_greedy=all_greedy, filters=filters))
-        return output, land(choices, self._choices)
+        return output, choose_rows(logits, RowParams(**params, all_greedy=all_greedy, filters=filters))
 
     def _keep(self, logits: torch.Tensor) -> torch.Tensor:
         """Copies logits to where they outlast the step."""
