@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 
 from kernels.kv_cache import PAGE_SIZE, LayerCache
-from kernels.triton_forms.attention_tile import LOG2_E, add_sink, block_places, launch_options, pages_of
+from kernels.triton_forms.attention_tile import LOG2_E, add_sink, block_places, launch_options, pages_of, take_few_in
 from kernels.triton_forms.overlap import LAUNCH, after_previous
 
 PAGES_PER_SPLIT = 4
-KEYS = 64  # of a block: one page, or two
+KEYS = 64  # of a block: one, two or four pages
 LEAST_TILE, MOST_TILE = 16, 64  # rows times heads of a group
 WARPS, STAGES = 4, 4
 REGISTERS = 168  # of a thread at most: three programs of four warps fit a multiprocessor
@@ -163,26 +163,18 @@ def _attend_split(
     acc = tl.zeros((BLOCK, TILE), tl.float32)
     table = page_tables + sequence.to(tl.int64) * table_width
     start = tl.maximum(split * (SPAN // KEYS), first // KEYS)
-    page, next_page = pages_of(table, start, last // PAGE, KEYS // PAGE)
+    pages = pages_of(table, start * (KEYS // PAGE), last // PAGE, KEYS // PAGE)
     for index in range(start, tl.minimum((split + 1) * (SPAN // KEYS), last // KEYS + 1)):
-        k_places, v_places = block_places(keys, values, page, next_page, kv_head, KV_HEADS, KEYS, WIDTH, BLOCK, PAGE)
+        k_places, v_places = block_places(keys, values, pages, kv_head, KV_HEADS, KEYS, WIDTH, BLOCK, PAGE)
         # Looked up a block ahead: no load waits for its page.
-        page, next_page = pages_of(table, index + 1, last // PAGE, KEYS // PAGE)
+        pages = pages_of(table, (index + 1) * (KEYS // PAGE), last // PAGE, KEYS // PAGE)
         k = tl.load(k_places, mask=dims[:, None] < WIDTH, other=0.0)
         key = index * KEYS + slots
         # A freed page may hold anything: what no row sees is not to be multiplied, not even by zero.
         seen = (key >= first) & (key <= last)
         v = tl.load(v_places, mask=seen[:, None] & (dims[None, :] < WIDTH), other=0.0)
         visible = (key[:, None] >= first) & (key[:, None] <= own[None, :])
-        logits = tl.where(visible, tl.dot(tl.trans(k), queries, input_precision=PRECISION), float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(logits, 0) * scale)
-        # A row that has seen no key yet: any finite number keeps -inf from being subtracted from itself.
-        reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weights = tl.exp2(logits * scale - reference[None, :])
-        kept = tl.exp2(largest - reference)
-        totals = totals * kept[None, :] + weights
-        acc = acc * kept[None, :] + tl.dot(tl.trans(v), weights.to(v.dtype), input_precision=PRECISION)
-        largest = new_largest
+        largest, totals, acc = take_few_in(queries, k, v, visible, scale, largest, totals, acc, PRECISION)
 
     place = (tile_row.to(tl.int64) * KV_HEADS * GROUP + head) * splits + split
     tl.store(parts + place[None, :] * WIDTH + dims[:, None], acc, mask=in_vector)
@@ -228,7 +220,8 @@ def _merge_splits(
         acc = acc * kept[:, None] + tl.sum(weights[:, None] * part, 0)[None, :]
         largest = new_largest
     if sinks is not None:
-        total, acc = add_sink(sinks, head + one, one == 0, largest, total, acc)
+        kept, total = add_sink(sinks, head + one, one == 0, largest, total)
+        acc = acc * kept[:, None]
     result = acc / total[:, None]
     place = vector * WIDTH + one[:, None] + dims[None, :]
     tl.store(out + place, result.to(out.dtype.element_ty), mask=in_width[None, :])

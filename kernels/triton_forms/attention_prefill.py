@@ -16,7 +16,7 @@ from kernels.kv_cache import PAGE_SIZE, LayerCache
 from kernels.triton_forms.attention_tile import LOG2_E, add_sink, block_places, launch_options, pages_of, take_block_in
 
 TILE = 128  # rows times heads of a group
-KEYS = 64  # of a block: one page, or two
+KEYS = 64  # of a block: one, two or four pages
 WARPS, STAGES = 8, 3
 REGISTERS = 128  # of a thread at most: two programs of eight warps fit a multiprocessor
 
@@ -172,7 +172,8 @@ def _attend_prefill(
             )
 
         if sinks is not None:
-            total, acc = add_sink(sinks, head, inside, largest, total, acc)
+            kept, total = add_sink(sinks, head, inside, largest, total)
+            acc = acc * kept[:, None]
         total = tl.where(inside, total, 1.0)
         tl.store(out + vector[:, None] + dims[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=in_vector)
 
@@ -204,10 +205,10 @@ def _take_blocks_in(
 ):
     """Takes blocks of keys start..stop-1 in. Pages are looked up a block ahead, so that no load waits for its page."""
     dims, slots = tl.arange(0, BLOCK), tl.arange(0, KEYS)
-    page, next_page = pages_of(table, start, last // PAGE, KEYS // PAGE)
+    pages = pages_of(table, start * (KEYS // PAGE), last // PAGE, KEYS // PAGE)
     for index in range(start, stop):
-        k_places, v_places = block_places(keys, values, page, next_page, kv_head, KV_HEADS, KEYS, WIDTH, BLOCK, PAGE)
-        page, next_page = pages_of(table, index + 1, last // PAGE, KEYS // PAGE)
+        k_places, v_places = block_places(keys, values, pages, kv_head, KV_HEADS, KEYS, WIDTH, BLOCK, PAGE)
+        pages = pages_of(table, (index + 1) * (KEYS // PAGE), last // PAGE, KEYS // PAGE)
         k = tl.load(k_places, mask=dims[:, None] < WIDTH, other=0.0)
         if MASKED:
             key = index * KEYS + slots

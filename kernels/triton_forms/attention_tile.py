@@ -40,20 +40,35 @@ def take_block_in(q, k, v, visible, scale, largest, total, acc, PRECISION: tl.co
 
 
 @triton.jit
-def add_sink(sinks, heads, inside, largest, total, acc):
-    """A sink is one more logit of its head: it takes its share of the softmax and has no value."""
+def take_few_in(q, k, v, visible, scale, largest, totals, acc, PRECISION: tl.constexpr):
+    """As `take_block_in`, transposed: few rows q[D, M] stand in columns, and so do visible [N, M] and acc [D, M].
+
+    So the matrix units read keys and values where they were put. totals [N, M] is still to be summed over N.
+    """
+    logits = tl.where(visible, tl.dot(tl.trans(k), q, input_precision=PRECISION), float("-inf"))
+    new_largest = tl.maximum(largest, tl.max(logits, 0) * scale)
+    reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    weights = tl.exp2(logits * scale - reference[None, :])
+    kept = tl.exp2(largest - reference)
+    totals = totals * kept[None, :] + weights
+    acc = acc * kept[None, :] + tl.dot(tl.trans(v), weights.to(v.dtype), input_precision=PRECISION)
+    return new_largest, totals, acc
+
+
+@triton.jit
+def add_sink(sinks, heads, inside, largest, total):
+    """Returns what is left of the values, a factor, and the total with each head's sink: one more logit, no value."""
     sink = tl.load(sinks + heads, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
     new_largest = tl.maximum(largest, sink)
     kept = tl.exp2(largest - new_largest)
-    return total * kept + tl.exp2(sink - new_largest), acc * kept[:, None]
+    return kept, total * kept + tl.exp2(sink - new_largest)
 
 
 @triton.jit
 def block_places(
     keys,
     values,
-    page,
-    next_page,
+    pages,
     kv_head,
     KV_HEADS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -61,16 +76,21 @@ def block_places(
     BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
 ):
-    """Where one head's keys [D, KEYS] and values [KEYS, D] stand, of one page or of two; dimensions up to BLOCK."""
+    """Where one head's keys [D, KEYS] and values [KEYS, D] of a few pages stand; dimensions up to BLOCK."""
     dims, slots = tl.arange(0, BLOCK), tl.arange(0, KEYS)
-    block = (tl.where(slots < PAGE, page, next_page).to(tl.int64) * KV_HEADS + kv_head) * WIDTH * PAGE
+    page = tl.zeros((KEYS,), tl.int32)
+    for index in tl.static_range(KEYS // PAGE):
+        page = tl.where(slots // PAGE == index, pages[index], page)
+    block = (page.to(tl.int64) * KV_HEADS + kv_head) * WIDTH * PAGE
     offsets = slots % PAGE
     k_places = keys + block[None, :] + dims[:, None] * PAGE + offsets[None, :]
     return k_places, values + block[:, None] + offsets[:, None] * WIDTH + dims[None, :]
 
 
 @triton.jit
-def pages_of(table, index, last_page, PAGES: tl.constexpr):
-    """The first and the last page of a block of keys, none behind `last_page`."""
-    page = tl.load(table + tl.minimum(index * PAGES, last_page))
-    return page, tl.load(table + tl.minimum(index * PAGES + PAGES - 1, last_page))
+def pages_of(table, first, last, PAGES: tl.constexpr):
+    """The pages of a block of keys, from column `first` of the sequence's table, none behind column `last`."""
+    pages = (tl.load(table + tl.minimum(first, last)),)
+    for index in tl.static_range(1, PAGES):
+        pages += (tl.load(table + tl.minimum(first + index, last)),)  # type: ignore[assignment]
+    return pages

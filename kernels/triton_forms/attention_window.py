@@ -1,7 +1,7 @@
 """Attention of few rows within a sliding window: unsplit, a program a row and key head.
 
-Blocks of keys begin at the window's own edge, which is no page's: rounded down to one, most rows would read a page
-more than they see. Each row has its own edge, so rows do not share blocks.
+Blocks of keys begin at the page of the window's own edge, so that each row has its own and shares them with none. A
+window of 128 keys lies in three pages at most, which are all under way together.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import triton
 import triton.language as tl
 
 from kernels.kv_cache import PAGE_SIZE, LayerCache
-from kernels.triton_forms.attention_tile import LOG2_E, add_sink, take_block_in
+from kernels.triton_forms.attention_tile import LOG2_E, add_sink, block_places, launch_options, pages_of, take_few_in
 from kernels.triton_forms.overlap import LAUNCH, after_previous
 
-MOST_KEYS = 128  # of a block
-WARPS = 4
+KEYS = 64  # of a block: one, two or four pages
+WARPS, STAGES = 4, 4  # a stage more than blocks that are under way
+REGISTERS = 168  # of a thread at most: three programs of four warps fit a multiprocessor
 
 
 def window_attention(
@@ -34,7 +35,7 @@ def window_attention(
     kv_heads = cache.keys.shape[1]
     out = torch.empty_like(q)
     if rows:
-        group_block = triton.next_power_of_2(heads // kv_heads)
+        block = max(16, triton.next_power_of_2(width))
         _attend_window[(rows, kv_heads)](
             q,
             cache.keys,
@@ -50,13 +51,13 @@ def window_attention(
             page_tables.stride(0),
             KV_HEADS=kv_heads,
             GROUP=heads // kv_heads,
-            TILE=max(16, group_block),
+            TILE=max(16, triton.next_power_of_2(heads // kv_heads)),
             WIDTH=width,
-            BLOCK=max(16, triton.next_power_of_2(width)),
+            BLOCK=block,
             PAGE=PAGE_SIZE,
-            KEYS=min(MOST_KEYS, max(16, triton.next_power_of_2(window))),
+            KEYS=KEYS,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            num_warps=WARPS,
+            **launch_options(WARPS, STAGES, REGISTERS, block * q.element_size()),
             **LAUNCH,
         )
     return out
@@ -93,35 +94,34 @@ def _attend_window(
     if first_positions is not None:
         first = tl.maximum(first, tl.load(first_positions + sequence))
 
-    in_group, dims = tl.arange(0, TILE), tl.arange(0, BLOCK)
+    in_group, dims, slots = tl.arange(0, TILE), tl.arange(0, BLOCK), tl.arange(0, KEYS)
     head = kv_head * GROUP + in_group
     inside = in_group < GROUP
-    vector = (row.to(tl.int64) * KV_HEADS * GROUP + head) * WIDTH
-    in_vector = inside[:, None] & (dims[None, :] < WIDTH)
-    queries = tl.load(q + vector[:, None] + dims[None, :], mask=in_vector, other=0.0)
-
+    places = (row.to(tl.int64) * KV_HEADS * GROUP + head)[None, :] * WIDTH + dims[:, None]
+    in_vectors = inside[None, :] & (dims[:, None] < WIDTH)
+    queries = tl.load(q + places, mask=in_vectors, other=0.0)
     largest = tl.full((TILE,), float("-inf"), tl.float32)
-    total = tl.zeros((TILE,), tl.float32)
-    acc = tl.zeros((TILE, BLOCK), tl.float32)
-    for begin in range(first, last + 1, KEYS):
-        key = begin + tl.arange(0, KEYS)
-        seen = key <= last
-        page = tl.load(page_tables + sequence * table_width + key // PAGE, mask=seen, other=0).to(tl.int64)
-        block, offset = (page * KV_HEADS + kv_head) * WIDTH * PAGE, key % PAGE
-        k = tl.load(
-            keys + block[None, :] + dims[:, None] * PAGE + offset[None, :],
-            mask=(dims[:, None] < WIDTH) & seen[None, :],
-            other=0.0,
-        )
-        v = tl.load(
-            values + block[:, None] + offset[:, None] * WIDTH + dims[None, :],
-            mask=seen[:, None] & (dims[None, :] < WIDTH),
-            other=0.0,
-        )
-        visible = seen[None, :] & inside[:, None]
-        largest, total, acc = take_block_in(queries, k, v, visible, scale, largest, total, acc, PRECISION)
+    totals = tl.zeros((KEYS, TILE), tl.float32)
+    acc = tl.zeros((BLOCK, TILE), tl.float32)
+    table = page_tables + sequence * table_width
+    first_page, last_page = first // PAGE, last // PAGE
+    pages = pages_of(table, first_page, last_page, KEYS // PAGE)
+    for begin in range(first_page, last_page + 1, KEYS // PAGE):
+        k_places, v_places = block_places(keys, values, pages, kv_head, KV_HEADS, KEYS, WIDTH, BLOCK, PAGE)
+        # Looked up a block ahead: no load waits for its page.
+        pages = pages_of(table, begin + KEYS // PAGE, last_page, KEYS // PAGE)
+        touched = begin + slots // PAGE <= last_page
+        k = tl.load(k_places, mask=(dims[:, None] < WIDTH) & touched[None, :], other=0.0)
+        key = begin * PAGE + slots
+        # A freed page may hold anything: what the row does not see is not to be multiplied, not even by zero.
+        seen = (key >= first) & (key <= last)
+        v = tl.load(v_places, mask=seen[:, None] & (dims[None, :] < WIDTH), other=0.0)
+        visible = seen[:, None] & inside[None, :]
+        largest, totals, acc = take_few_in(queries, k, v, visible, scale, largest, totals, acc, PRECISION)
 
+    total = tl.sum(totals, 0)
     if sinks is not None:
-        total, acc = add_sink(sinks, head, inside, largest, total, acc)
+        kept, total = add_sink(sinks, head, inside, largest, total)
+        acc = acc * kept[None, :]
     total = tl.where(inside, total, 1.0)
-    tl.store(out + vector[:, None] + dims[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=in_vector)
+    tl.store(out + places, (acc / total[None, :]).to(out.dtype.element_ty), mask=in_vectors)

@@ -7,7 +7,7 @@ import torch
 
 from kernels.attention import paged_attention_torch
 from kernels.kv_cache import KVCache, slots_of
-from kernels.triton_forms import attention_decode, attention_prefill
+from kernels.triton_forms import attention_decode, attention_prefill, attention_window
 from kernels.triton_forms.attention import paged_attention
 from tests.kernels.triton_forms.conftest import DTYPES, INTERPRETED, close
 
@@ -115,6 +115,16 @@ def test_prompts(random, dtype, options):
         part = slice(begin, end)
         chunk = scene.attend(paged_attention, q[part], sequences[part], positions[part], options, num_chain_rows=0)
         assert torch.equal(chunk, found[part])
+
+
+@pytest.mark.parametrize("keys", [64, 128, 256])
+def test_windows_of_rows_beside_page_ends(random, monkeypatch, keys):
+    monkeypatch.setattr(attention_window, "KEYS", keys)
+    scene = Scene(random, torch.float16)
+    q, sequences, positions = scene.rows((1, 0), (1, 63), (1, 64), *((0, p) for p in (255, 256, 257, 382, 383, 384)))
+    for options in ({"window": 128, "sinks": True}, {"window": 129}, {"window": 1}, {"window": 300}):
+        found = scene.attend(paged_attention, q, sequences, positions, options, num_chain_rows=len(q))
+        close(found, scene.attend(paged_attention_torch, q, sequences, positions, options), torch.float16)
 
 
 @pytest.mark.parametrize("keys", [64, 128])
