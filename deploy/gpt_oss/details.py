@@ -106,7 +106,7 @@ def _kernels(measured: Measured) -> str:
                     else (
                         _us(result),
                         f"{result['bytes'] / 1e6:,.2f}",
-                        f"{result['share']:.0%}",
+                        f"{result['share']:.0%}" + (f", {result['tflops']:.0f} TFLOP/s" if "tflops" in result else ""),
                         f"{result['error']:.1e}" + (" WRONG" if result["wrong"] else ""),
                         {True: "same", False: "DIFFER", None: ""}[result["bits"]],
                     )

@@ -139,12 +139,15 @@ def attention_cases(data: Data) -> Iterator[Case]:
     sequences = torch.zeros(len(q), dtype=torch.int32, device=data.device)
 
     def case(name: str, window: int | None, chain: bool) -> Case:
-        first = s.context if chain else s.context - s.prompt
-        positions = (max(first, 0) + torch.arange(len(q), device=data.device)).int()
+        first = s.context if chain else max(s.context - s.prompt, 0)
+        # Of windows many lie in one cache, so many as do not fit into the device's own.
+        firsts = range(first, first // 2, -window) if window and chain else (first,)
+        positions = [(begin + torch.arange(len(q), device=data.device)).int() for begin in firsts]
+        copies = len(caches) * len(positions) if len(caches) > 1 else 1
 
         def arguments(rows: int, copy: int) -> list[Any]:
-            layer, tables = caches[copy]
-            return [q[:rows], layer, tables, sequences[:rows], positions[:rows], s.head_dim**-0.5, window, sinks, None]
+            (layer, tables), own = caches[copy % len(caches)], positions[copy // len(caches)][:rows]
+            return [q[:rows], layer, tables, sequences[:rows], own, s.head_dim**-0.5, window, sinks, None]
 
         def num_bytes(rows: int) -> int:
             keys = min(window + rows - 1, s.context) if window else s.context
@@ -157,12 +160,12 @@ def attention_cases(data: Data) -> Iterator[Case]:
             return paged_attention_torch(*arguments(rows, 0))
 
         def flops(rows: int) -> float:
-            seen = window or max(first, 0) + rows / 2
+            seen = window or first + rows / 2
             return 4.0 * rows * seen * s.heads * s.head_dim
 
         if chain:
-            return Case(name, compute, reference, num_bytes, FEW, len(caches))
-        return Case(name, compute, reference, num_bytes, (s.prompt,), len(caches), independent=False, flops=flops)
+            return Case(name, compute, reference, num_bytes, FEW, copies)
+        return Case(name, compute, reference, num_bytes, (s.prompt,), copies, independent=False, flops=flops)
 
     yield case("attention_decode", None, True)
     yield case("attention_window", s.window, True)

@@ -95,14 +95,16 @@ def test_what_was_not_measured_is_said() -> None:
 def test_details_are_told_of_whatever_there_is() -> None:
     kernel = {"name": "router", "rows": 1, "seconds": 2e-6, "bytes": 1e6, "share": 0.5, "error": 0.0, "wrong": False}
     kernel |= {"bits": True, "set": {}}
+    prompt = {**kernel, "name": "prefill", "tflops": 211.6}
     failed = {"name": "layer", "rows": 1, "wrong": True, "failure": "OutOfResources: shared memory", "set": {}}
     tried = [{**kernel, "seconds": seconds, "set": {"a.B": seconds}} for seconds in (3e-6, 1e-6)]
     difference = {"prompt": 4, "place": 7, "tokens": [1, 2], "equal_alone": False, "margin": 0.01}
     chain = {"chain": 1, "texts": 2, "equal": 1, "accepted": [3, 4], "differences": [difference]}
     tests = {"passed": 3, "failed": 1, "skipped": 0, "seconds": 9.0, "failures": [{"test": "t.py::a", "why": "E x\n"}]}
-    text = details(measured(kernels={"results": [kernel, failed]}, sweep_a={"results": tried}, tests=tests,
+    text = details(measured(kernels={"results": [kernel, prompt, failed]}, sweep_a={"results": tried}, tests=tests,
                             exactness={"chains": [chain]}, pair={"rows": [row(1, 9592, 0, "gateway")]}))  # fmt: skip
     assert "| router | 1 | 2.0 us | 1.00 | 50% | 0.0e+00 | same |" in text
+    assert "| prefill | 1 | 2.0 us | 1.00 | 50%, 212 TFLOP/s |" in text
     assert "| layer | 1 | OutOfResources: shared memory |" in text
     assert "| router | 1 | a.B=1e-06 | 1.0 us | 2.0 us | a.B=3e-06: 3.0 us | 2 |" in text
     assert "- `t.py::a`: E x" in text
