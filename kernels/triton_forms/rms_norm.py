@@ -54,10 +54,15 @@ def _launch(
             width,
             NUM_PARTS=num_parts,
             BLOCK=triton.next_power_of_2(width),
-            num_warps=8 if width > 1024 else 4,
+            num_warps=_warps(width),
             **LAUNCH,
         )
     return out
+
+
+def _warps(width: int) -> int:
+    """So many that a thread has four columns: few enough registers that all its loads are on their way together."""
+    return max(1, min(32, triton.next_power_of_2(width) // 128))
 
 
 @triton.jit(do_not_specialize=["rows"])

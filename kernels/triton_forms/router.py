@@ -1,4 +1,7 @@
-"""The router's choice: a program a row adds up its logits in float32, and takes the largest, one after the other."""
+"""The router's choice: a program a row adds up its logits in float32, and takes the largest, one after the other.
+
+They are compared as whole numbers, whose largest and smallest a warp finds in one instruction.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton_forms.order import float_of, ordered
 from kernels.triton_forms.overlap import LAUNCH, after_previous
 from kernels.triton_forms.parts import bias_of, sum_parts_of_row
 
@@ -60,17 +64,17 @@ def _choose_experts(
     own_bias = bias_of(bias, expert, expert < experts)
     after_previous()
     logits = sum_parts_of_row(parts, row, rows, experts, expert, expert < experts, NUM_PARTS) + own_bias
-    logits = tl.where(expert < experts, logits, float("-inf"))
-    best = tl.max(logits, 0)
-    total = tl.sum(tl.exp(logits - best), 0)
+    rest = tl.where(expert < experts, ordered(logits), -2147483648)
+    best = float_of(tl.max(rest, 0))
+    total = tl.sum(tl.where(expert < experts, tl.exp(logits - best), 0.0), 0)
     chosen = tl.zeros((TOP_K_BLOCK,), tl.int32)
     weights = tl.zeros((TOP_K_BLOCK,), tl.float32)
     for place in tl.static_range(TOP_K):
-        largest = tl.max(logits, 0)
-        first = tl.min(tl.where(logits == largest, expert, BLOCK), 0)
+        largest = tl.max(rest, 0)
+        first = tl.min(tl.where(rest == largest, expert, BLOCK), 0)
         chosen = tl.where(rank == place, first, chosen)
-        weights = tl.where(rank == place, tl.exp(largest - best), weights)
-        logits = tl.where(expert == first, float("-inf"), logits)
+        weights = tl.where(rank == place, tl.exp(float_of(largest) - best), weights)
+        rest = tl.where(expert == first, -2147483648, rest)
     if NORMALIZE:
         total = tl.sum(weights, 0)
     inside = rank < TOP_K

@@ -74,3 +74,13 @@ def test_ties_go_to_the_lowest_expert(random):
     ids, shares = route(random(2, 64), experts)
     assert ids.tolist() == [[0, 1, 2]] * 2
     close(shares, torch.full_like(shares, 1 / 3), torch.float32)
+
+
+def test_what_is_not_a_number_still_has_experts(random):
+    parts = random(2, 1, 12)
+    parts[0, 0, 3], parts[0, 0, 5] = float("nan"), float("-inf")
+    ids, _ = choose_experts(parts, None, 12, True)
+    assert sorted(ids[0].tolist()) == list(range(12))
+    parts[0, 0] = float("nan")
+    ids, _ = choose_experts(parts, None, 3, True)
+    assert ids.tolist() == [[0, 1, 2]]
