@@ -2,7 +2,7 @@
 
 Three passes over blocks of the vocabulary, none of which waits for the host: the largest logit of each block; what a
 sampling row's tokens become with temperature, filters and noise; the best of the blocks. Between the first two, for
-rows with top-k or top-p, a program a row finds the border of what stays (`nucleus.py`).
+rows with top-k or top-p, more passes find the border of what stays (`nucleus.py`).
 """
 
 from __future__ import annotations

@@ -10,11 +10,14 @@ import triton.language as tl
 
 from kernels import native
 from kernels.acceptance import Endings, accept, accept_torch
+from kernels.gumbel_max import _most_likely
 from kernels.noise import gumbel_noise_of_range
 from kernels.penalties import TokenHistory
 from kernels.sampling import NO_TOKEN, ChainRows, SamplingParams, adjusted_logits, choose_tokens
 from kernels.scripted_acceptance import Script, scripted, scripted_torch
+from kernels.triton_forms.choice import row_params
 from kernels.triton_forms.noise import gumbel_noise
+from kernels.triton_forms.nucleus import find_borders
 from kernels.triton_forms.processing import adjust, entries_of
 from target_service.verification import EndingRules, verify_chain
 from tests.kernels.triton_forms.conftest import close
@@ -111,6 +114,40 @@ def test_ties_and_rows_without_a_choice(random, params):
         assert chosen == choose_tokens(logits.cpu(), [ChainRows(params, 3, [0, 0, 0])])
     assert chosen[1:3] == [NO_TOKEN] * 2
     assert chosen[3] in ([0, 1] if params.top_k else range(VOCABULARY))
+
+
+FILTERS = {
+    "top-k": {"top_k": 70},
+    "top-p": {"top_p": 0.9},
+    "nearly all": {"top_p": 0.9999, "temperature": 3.0},
+    "both": {"top_k": 300, "top_p": 0.7},
+    "cold": {"top_k": 50, "temperature": 1e-5},
+    "none but beside others": {},
+}
+
+
+@pytest.mark.parametrize("step", [0.001, 0.5, 100.0], ids=["few ties", "many ties", "all equal"])
+def test_what_filters_leave(random, step):
+    """Rows of different filters together: the very tokens that the PyTorch form keeps, and alone the same borders."""
+    chains = [ChainRows(SamplingParams(seed=1, **filters), 0, []) for filters in FILTERS.values()]
+    logits = (random(len(chains), 2 * VOCABULARY) * 3 / step).round() * step
+    logits[:, ::7] = -math.inf
+    logits[1, 3] = math.inf
+    largest, params = logits.amax(-1), row_params(chains, logits.shape[1], logits.device)
+    borders, tokens = find_borders(logits, largest, params)
+    place = torch.arange(logits.shape[1], device=logits.device)
+    for row, chain in enumerate(chains):
+        expected = torch.ones_like(place, dtype=torch.bool)
+        if chain.params.top_k or chain.params.top_p < 1:
+            top = largest[row].clamp(max=torch.finfo(torch.float32).max)[None, None].cpu()
+            kept = _most_likely(logits[row : row + 1].cpu(), top, chain.params)[0][0]
+            expected = torch.zeros_like(expected).index_fill_(0, kept.to(place.device), True)
+        stays = (logits[row] > borders[row]) | ((logits[row] == borders[row]) & (place <= tokens[row]))
+        assert torch.equal(stays, expected), row
+        params_alone = row_params([chain], len(place), place.device)
+        alone = find_borders(logits[row : row + 1], largest[row : row + 1], params_alone)
+        assert torch.equal(alone[0], borders[row : row + 1])
+        assert torch.equal(alone[1], tokens[row : row + 1])
 
 
 def test_acceptance_is_that_of_the_target(random):
