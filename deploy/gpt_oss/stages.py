@@ -73,7 +73,15 @@ FULL = Sizes(
 # What the table cannot do without, in a few minutes: one long request of each K, and no batch of 64.
 QUICK = replace(
     FULL,
-    tests=("-n", "8", "--dist", "loadfile", "tests/device/test_graphs.py", "tests/kernels/triton_forms"),
+    tests=(
+        "-n",
+        "8",
+        "--dist",
+        "loadfile",
+        "tests/device/test_graphs.py",
+        "tests/device/test_products.py",
+        "tests/kernels/triton_forms",
+    ),
     pair=("9592:1500:1:1:0,3", "1024:512:8:8:0,3"),
     pair_longer=("9592:1500:1:1:5",),
     two_cards=("9592:1500:1:1:3",),
