@@ -209,13 +209,13 @@ def _product_of_few(
     for first in range(begin, end, UNROLLED):
         packed, words, columns = (), (), ()
         for one in tl.static_range(UNROLLED):
-            packed = packed + (load_tile(values + (first + one) * 512, BF16),)  # noqa: RUF005
-            words = words + (tl.load(scales + (first + one) * 8),)  # noqa: RUF005
-            columns = columns + (tl.load(x_places + (first + one) * 64),)  # noqa: RUF005
+            packed += (load_tile(values + (first + one) * 512, BF16),)  # type: ignore[assignment]
+            words += (tl.load(scales + (first + one) * 8),)  # type: ignore[assignment]
+            columns += (tl.load(x_places + (first + one) * 64),)  # type: ignore[assignment]
         for one in tl.static_range(UNROLLED):
             weights = unpack(packed[one], words[one], False, BF16, x.dtype.element_ty)
-            column = columns[one].permute(2, 0, 3, 1).reshape(64, TILE_ROWS)
-            acc = tl.dot(weights, column, acc, input_precision=PRECISION)
+            fragments = tl.permute(columns[one], (2, 0, 3, 1)).reshape(64, TILE_ROWS)
+            acc = tl.dot(weights, fragments, acc, input_precision=PRECISION)
     return acc
 
 
