@@ -10,7 +10,6 @@ from kernels.sampling import ChainRows
 from kernels.transfer import to_device
 from target_service.models import ForwardBatch
 from target_service.scheduler import Work
-from target_service.sequence import Sequence
 
 
 class PageTables:
@@ -21,24 +20,29 @@ class PageTables:
 
     def prepare(self, work: list[Work]) -> int:
         """Writes the pages that sequences got since the last step. Returns how many columns these rows are to read."""
-        longest = 0
+        longest, widest = 0, self.rows.shape[1]
+        places: list[int] = []
+        pages: list[int] = []
         for item in work:
-            self._update(item.sequence)
+            sequence, written = item.sequence, item.sequence.tabled_pages
             longest = max(longest, item.start + item.count)
-        widest = self.rows.shape[1]
+            if new := sequence.pages[written:]:
+                first = sequence.slot * widest + written
+                places += range(first, first + len(new))
+                pages += new
+                sequence.tabled_pages = written + len(new)
+        if pages:
+            self._write(places, pages)
         return table_width(longest, widest) if triton_forms.wanted(self.rows) else widest
 
     def first(self, num_pages: int) -> torch.Tensor:
         """The first columns of all rows."""
         return self.rows[:, :num_pages]
 
-    def _update(self, sequence: Sequence) -> None:
-        """Writes the pages that a sequence got since the last step."""
-        written, pages = sequence.tabled_pages, sequence.pages
-        if len(pages) > written:
-            new = to_device(torch.tensor(pages[written:], dtype=torch.int32), self.rows.device)
-            self.rows[sequence.slot, written : len(pages)] = new
-            sequence.tabled_pages = len(pages)
+    def _write(self, places: list[int], pages: list[int]) -> None:
+        """All at once: on a device each copy costs the host as much as the rest of a sequence's part in a step."""
+        entries = to_device(torch.tensor([places, pages], dtype=torch.int64), self.rows.device)
+        self.rows.view(-1).scatter_(0, entries[0], entries[1].int())
 
 
 def build_batch(work: list[Work], tables: PageTables) -> ForwardBatch:
