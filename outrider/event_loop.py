@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -15,6 +16,11 @@ Result = TypeVar("Result")
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
-    """Runs `main` as asyncio.run does, on uvloop where there is one: a round passes through four loops."""
+    """Runs `main` as asyncio.run does, on uvloop where there is one: a round passes through four loops.
+
+    What is imported by now stays, and garbage collections do not look at it again: of PyTorch alone that takes some
+    50 ms, for which a service would stand still every now and then.
+    """
+    gc.freeze()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop is not None else None) as runner:
         return runner.run(main)
