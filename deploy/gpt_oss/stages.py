@@ -137,7 +137,7 @@ def stages(model: str, device: str, flags: Mapping[str, str] | None = None, quic
             "tests",
             "tests/device and tests/kernels/triton_forms",
             240,
-            ("-m", "pytest", "-p", "deploy.gpt_oss.outcomes", "--tb=short", "-v", *sizes.tests),
+            ("-m", "pytest", "-p", "deploy.gpt_oss.outcomes", "--tb=short", "-v", "-rP", *sizes.tests),
             {**interpreted, "OUTRIDER_TEST_OUTCOMES": RESULT},
         ),
         Stage("kernels", "every kernel, and whole layers", 240, (*bench, *sizes.kernels), interpreted),
