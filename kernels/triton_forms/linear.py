@@ -1,8 +1,9 @@
 """Linear layers of few rows: bound by reading the weight, which every program does once, a tile of outputs each.
 
-Tiles and the splits of the inputs follow from the weight's shape alone, and a tile has sixteen rows whether they are
-there or not, so a row's bits are its own. With more rows more tiles read the same weight, at once, out of the L2 cache;
-from MOST_ROWS on the library's product is faster, and its bits are not those of few rows.
+The splits of the inputs follow from the weight's shape alone, and a tile has sixteen rows whether they are there or
+not, or thirty-two that go through the same instructions in the same order, so a row's bits are its own. With more rows
+more tiles read the same weight, at once, out of the L2 cache, and every tile of outputs reads the rows: both tiles are
+larger then. From MOST_ROWS on the library's product is faster, and its bits are not those of few rows.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from kernels.triton_forms.overlap import LAUNCH, OVERLAPS, prefetch, reader_afte
 from kernels.triton_forms.parts import sum_parts
 
 MOST_ROWS = 64
-TILE_ROWS = 16
-TILE_OUTPUTS, WIDE_TILE_OUTPUTS = 32, 128
+TILE_ROWS, MANY_TILE_ROWS = 16, 32  # with 64 the compiler would take other instructions
+TILE_OUTPUTS, MANY_TILE_OUTPUTS, WIDE_TILE_OUTPUTS = 32, 64, 128
 BLOCK_K = 64
 PROGRAMS = 264  # two for each multiprocessor of an H200; a constant, since the splits follow from it
 MOST_SPLITS = 16
-WARPS, STAGES = 4, 5
+WARPS = 4
+# All but one are on their way: 7 of 4 KB in two programs or more a multiprocessor, where 27 KB hide the memory's latency.
+STAGES, LARGE_STAGES = 8, 5
 # What a program fetches of its weights before it waits for the kernel before it, in KB.
 PREFETCH_KB = 32 if OVERLAPS.value else 0
 _WIDE = 16384  # outputs of a head
@@ -75,9 +78,12 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dt
     if weight.shape[1] != inputs or not weight.is_contiguous():
         raise ValueError(f"linear: expected a contiguous weight [N, {inputs}], found {list(weight.shape)}")
     (splits, span), tile = split_inputs(outputs, inputs), _tile_outputs(outputs)
+    tile_rows = TILE_ROWS
+    if rows > TILE_ROWS:
+        tile_rows, tile = MANY_TILE_ROWS, max(tile, MANY_TILE_OUTPUTS)
     out = torch.empty(splits, rows, outputs, dtype=dtype, device=x.device)
     if rows:
-        _linear[(triton.cdiv(rows, TILE_ROWS), triton.cdiv(outputs, tile), splits)](
+        _linear[(triton.cdiv(rows, tile_rows), triton.cdiv(outputs, tile), splits)](
             x,
             weight,
             bias,
@@ -86,13 +92,13 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dt
             outputs,
             INPUTS=inputs,
             SPAN=span,
-            BLOCK_M=TILE_ROWS,
+            BLOCK_M=tile_rows,
             BLOCK_N=tile,
             BLOCK_K=BLOCK_K,
             LINES=_lines_ahead(tile, span, weight.element_size()),
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
             num_warps=WARPS,
-            num_stages=STAGES,
+            num_stages=STAGES if tile == TILE_OUTPUTS else LARGE_STAGES,
             **LAUNCH,
         )
     return out

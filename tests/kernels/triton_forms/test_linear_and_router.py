@@ -15,12 +15,12 @@ from tests.kernels.triton_forms.conftest import close
 @pytest.mark.parametrize(("outputs", "inputs"), [(70, 300), (33, 64)])
 def test_values_and_bits(random, dtype, outputs, inputs):
     weight, bias = (random(outputs, inputs) * inputs**-0.5).to(dtype), random(outputs).to(dtype)
-    packed, x = pack_weight(weight, bias), random(17, inputs).to(dtype)
+    packed, x = pack_weight(weight, bias), random(40, inputs).to(dtype)
     for out_dtype in {dtype, torch.float32}:
         together = linear(x, packed, out_dtype=out_dtype)
         close(together, x.float() @ weight.float().T + bias.float(), dtype)
         assert together.dtype == out_dtype
-        for rows in (slice(4, 5), slice(8, 16)):
+        for rows in (slice(4, 5), slice(8, 16), slice(30, 40), slice(3, 20)):
             assert torch.equal(linear(x[rows], packed, out_dtype=out_dtype), together[rows])
 
 
