@@ -23,7 +23,7 @@ BLOCK_K = 64
 PROGRAMS = 264  # two for each multiprocessor of an H200; a constant, since the splits follow from it
 MOST_SPLITS = 16
 WARPS = 4
-# All but one are on their way: 7 of 4 KB in two programs or more a multiprocessor, where 27 KB hide the memory's latency.
+# One less is on its way: 7 of 4 KB a program, two programs and more a multiprocessor, where 27 KB hide the latency.
 STAGES, LARGE_STAGES = 8, 5
 # What a program fetches of its weights before it waits for the kernel before it, in KB.
 PREFETCH_KB = 32 if OVERLAPS.value else 0
