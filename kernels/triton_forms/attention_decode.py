@@ -49,7 +49,8 @@ def split_attention(
     group = heads // kv_heads
     group_block = triton.next_power_of_2(group)
     block = max(16, triton.next_power_of_2(width))
-    splits = triton.cdiv(page_tables.shape[1], PAGES_PER_SPLIT)
+    tile, splits = _tile(rows, group_block, q.dtype), triton.cdiv(page_tables.shape[1], PAGES_PER_SPLIT)
+    stages = STAGES if tile < 64 else STAGES - 1  # three programs still fit, and no bit changes
     parts = torch.empty(rows, heads, splits, width, dtype=torch.float32, device=q.device)
     stats = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=q.device)
     _attend_split[(rows, kv_heads, splits)](
@@ -69,7 +70,7 @@ def split_attention(
         KV_HEADS=kv_heads,
         GROUP=group,
         GROUP_BLOCK=group_block,
-        TILE=_tile(rows, group_block, q.dtype),
+        TILE=tile,
         WIDTH=width,
         BLOCK=block,
         PAGE=PAGE_SIZE,
@@ -77,7 +78,7 @@ def split_attention(
         SPAN=PAGE_SIZE * PAGES_PER_SPLIT,
         LOOKBACK=_LOOKBACK,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        **launch_options(WARPS, STAGES, REGISTERS, block * q.element_size()),
+        **launch_options(WARPS, stages, REGISTERS, block * q.element_size()),
         **LAUNCH,
     )
     _merge_splits[(rows, heads)](
