@@ -46,7 +46,7 @@ _MAKERS = {
 def main() -> int:
     """Runs the cases asked for; 1 where one of them is wrong."""
     parser = argparse.ArgumentParser(prog="kernels.bench", description=__doc__)
-    parser.add_argument("--only", nargs="*", default=[], help="cases whose names begin so")
+    parser.add_argument("--only", nargs="*", default=[], help="cases whose names begin so; NAME$: just that one")
     parser.add_argument("--set", nargs="*", default=[], metavar="FILE.NAME=VALUE[,VALUE...]", help=_SET_HELP)
     parser.add_argument("--json", type=Path, help="where the results go")
     parser.add_argument("--compile", action="store_true", help="compile for sm_90 on a machine without a device")
@@ -123,10 +123,10 @@ def _apply(setting: Settings) -> None:
 
 def _cases(data: Data, only: list[str]) -> Iterator[Case]:
     for begin, make in _MAKERS.items():
-        if only and not any(name.startswith(begin) or begin.startswith(name) for name in only):
+        if only and not any(name.startswith(begin) or begin.startswith(name.rstrip("$")) for name in only):
             continue
         for case in make(data):
-            if not only or case.name.startswith(tuple(only)):
+            if not only or f"{case.name}$".startswith(tuple(only)):
                 yield case
 
 
