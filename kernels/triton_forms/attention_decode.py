@@ -14,7 +14,14 @@ import triton
 import triton.language as tl
 
 from kernels.kv_cache import PAGE_SIZE, LayerCache
-from kernels.triton_forms.attention_tile import LOG2_E, add_sink, block_places, launch_options, pages_of, take_few_in
+from kernels.triton_forms.attention_tile import (
+    LOG2_E,
+    begin_softmax,
+    block_places,
+    launch_options,
+    pages_of,
+    take_few_in,
+)
 from kernels.triton_forms.overlap import LAUNCH, after_previous
 
 PAGES_PER_SPLIT = 4
@@ -203,8 +210,7 @@ def _merge_splits(
     dims, one = tl.arange(0, BLOCK), tl.arange(0, 1)
     in_width = dims < WIDTH
     own_splits = tl.load(positions + row) // SPAN + 1
-    largest = tl.full((1,), float("-inf"), tl.float32)
-    total = tl.zeros((1,), tl.float32)
+    largest, total = begin_softmax(sinks, head + one, one == 0)
     acc = tl.zeros((1, BLOCK), tl.float32)
     for begin in range(0, own_splits, MERGED):
         split = begin + tl.arange(0, MERGED)
@@ -220,9 +226,6 @@ def _merge_splits(
         total = total * kept + tl.sum(weights * part_total, 0)
         acc = acc * kept[:, None] + tl.sum(weights[:, None] * part, 0)[None, :]
         largest = new_largest
-    if sinks is not None:
-        kept, total = add_sink(sinks, head + one, one == 0, largest, total)
-        acc = acc * kept[:, None]
     result = acc / total[:, None]
     place = vector * WIDTH + one[:, None] + dims[None, :]
     tl.store(out + place, result.to(out.dtype.element_ty), mask=in_width[None, :])

@@ -13,7 +13,14 @@ import triton
 import triton.language as tl
 
 from kernels.kv_cache import PAGE_SIZE, LayerCache
-from kernels.triton_forms.attention_tile import LOG2_E, add_sink, block_places, launch_options, pages_of, take_block_in
+from kernels.triton_forms.attention_tile import (
+    LOG2_E,
+    begin_softmax,
+    block_places,
+    launch_options,
+    pages_of,
+    take_block_in,
+)
 
 TILE = 128  # rows times heads of a group
 KEYS = 64  # of a block: one, two or four pages
@@ -135,8 +142,7 @@ def _attend_prefill(
         vector = (tile_row.to(tl.int64) * KV_HEADS * GROUP + head) * WIDTH
         in_vector = inside[:, None] & (dims[None, :] < WIDTH)
         queries = tl.load(q + vector[:, None] + dims[None, :], mask=in_vector, other=0.0)
-        largest = tl.full((TILE,), float("-inf"), tl.float32)
-        total = tl.zeros((TILE,), tl.float32)
+        largest, total = begin_softmax(sinks, head, inside)
         acc = tl.zeros((TILE, BLOCK), tl.float32)
         table = page_tables + sequence.to(tl.int64) * table_width
         for part in tl.static_range(3 if window is None else 1):
@@ -171,10 +177,6 @@ def _attend_prefill(
                 PRECISION,
             )
 
-        if sinks is not None:
-            kept, total = add_sink(sinks, head, inside, largest, total)
-            acc = acc * kept[:, None]
-        total = tl.where(inside, total, 1.0)
         tl.store(out + vector[:, None] + dims[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=in_vector)
 
 

@@ -1,4 +1,4 @@
-"""What the attention kernels share: one block of keys taken into a running softmax, in base 2."""
+"""What the attention kernels share: a running softmax, in base 2, and where blocks of keys stand."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ def launch_options(warps: int, stages: int, registers: int, vector_bytes: int) -
     """
     stages = stages if vector_bytes <= 256 else 2
     return {"num_warps": warps, "num_stages": stages, "maxnreg": registers if vector_bytes <= 128 else 255}
+
+
+@triton.jit
+def begin_softmax(sinks, heads, inside):
+    """Returns (largest, total), [M], before any key: nothing, or the sink of each head, a logit without a value."""
+    largest = tl.where(inside, float("-inf"), 0.0)
+    total = tl.where(inside, 0.0, 1.0)
+    if sinks is not None:
+        largest = tl.load(sinks + heads, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
+        total = tl.zeros_like(largest) + 1.0
+    return largest, total
 
 
 @triton.jit
@@ -53,15 +64,6 @@ def take_few_in(q, k, v, visible, scale, largest, totals, acc, PRECISION: tl.con
     totals = totals * kept[None, :] + weights
     acc = acc * kept[None, :] + tl.dot(tl.trans(v), weights.to(v.dtype), input_precision=PRECISION)
     return new_largest, totals, acc
-
-
-@triton.jit
-def add_sink(sinks, heads, inside, largest, total):
-    """Returns what is left of the values, a factor, and the total with each head's sink: one more logit, no value."""
-    sink = tl.load(sinks + heads, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
-    new_largest = tl.maximum(largest, sink)
-    kept = tl.exp2(largest - new_largest)
-    return kept, total * kept + tl.exp2(sink - new_largest)
 
 
 @triton.jit

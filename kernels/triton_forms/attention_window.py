@@ -11,7 +11,14 @@ import triton
 import triton.language as tl
 
 from kernels.kv_cache import PAGE_SIZE, LayerCache
-from kernels.triton_forms.attention_tile import LOG2_E, add_sink, block_places, launch_options, pages_of, take_few_in
+from kernels.triton_forms.attention_tile import (
+    LOG2_E,
+    begin_softmax,
+    block_places,
+    launch_options,
+    pages_of,
+    take_few_in,
+)
 from kernels.triton_forms.overlap import LAUNCH, after_previous
 
 KEYS = 64  # of a block: one, two or four pages
@@ -100,8 +107,8 @@ def _attend_window(
     places = (row.to(tl.int64) * KV_HEADS * GROUP + head)[None, :] * WIDTH + dims[:, None]
     in_vectors = inside[None, :] & (dims[:, None] < WIDTH)
     queries = tl.load(q + places, mask=in_vectors, other=0.0)
-    largest = tl.full((TILE,), float("-inf"), tl.float32)
-    totals = tl.zeros((KEYS, TILE), tl.float32)
+    largest, total = begin_softmax(sinks, head, inside)
+    totals = tl.where(slots[:, None] == 0, total[None, :], 0.0)
     acc = tl.zeros((BLOCK, TILE), tl.float32)
     table = page_tables + sequence * table_width
     first_page, last_page = first // PAGE, last // PAGE
@@ -119,9 +126,5 @@ def _attend_window(
         visible = seen[:, None] & inside[None, :]
         largest, totals, acc = take_few_in(queries, k, v, visible, scale, largest, totals, acc, PRECISION)
 
-    total = tl.sum(totals, 0)
-    if sinks is not None:
-        kept, total = add_sink(sinks, head, inside, largest, total)
-        acc = acc * kept[None, :]
-    total = tl.where(inside, total, 1.0)
-    tl.store(out + places, (acc / total[None, :]).to(out.dtype.element_ty), mask=in_vectors)
+    result = acc / tl.sum(totals, 0)[None, :]
+    tl.store(out + places, result.to(out.dtype.element_ty), mask=in_vectors)
