@@ -58,6 +58,29 @@ class Attachment:
         self.writer.release(message.generations)
 
 
+@dataclass(slots=True)
+class Place:
+    """Where rows go: from `offset` on in `memory`, uint8 [size], and how a message says so."""
+
+    memory: torch.Tensor
+    offset: int
+    message: common_pb2.Tensor
+
+
+def write_rows(memory: torch.Tensor, offset: int, parts: list[torch.Tensor]) -> None:
+    """Puts rows [n, H] of several boundaries side by side, from `offset` on.
+
+    They are there once the device has been waited for: until then no message may say so, since the message is all that
+    orders the reader, another process, after the copy.
+    """
+    shape = len(parts[0]), sum(part.shape[1] for part in parts)
+    room = tensor_at(memory, offset, parts[0].dtype, shape)
+    if room.device == parts[0].device:
+        torch.cat(parts, dim=1, out=room)
+    else:
+        room.copy_(torch.cat(parts, dim=1), non_blocking=True)
+
+
 class Buffers:
     """The buffers of all attached drafts, by the instance that reads them.
 
@@ -143,29 +166,18 @@ class Buffers:
         if self._attachments.get(draft_instance_id) is attachment:
             del self._attachments[draft_instance_id]
 
-    def write(self, sequence: Sequence, parts: list[torch.Tensor]) -> common_pb2.Tensor | None:
-        """Puts rows [n, H] of several boundaries side by side into a slice; None where they have to go inline.
-
-        They are there once the device has been waited for: until then no message may say so, since the message is all
-        that orders the reader, another process, after the copy.
-        """
+    def place(self, sequence: Sequence, dtype: torch.dtype, shape: tuple[int, int]) -> Place | None:
+        """A slice for rows of a sequence; None where they have to go inline."""
         attachment = self._attachment(sequence)
         if attachment is None:
             return None
-        shape = (len(parts[0]), sum(part.shape[1] for part in parts))
-        dtype = parts[0].dtype
         granted = attachment.writer.allocate(math.prod(shape) * dtype.itemsize, sequence)
         if granted is None:
             return None
-        memory = tensor_at(attachment.memory.bytes, granted.offset, dtype, shape)
-        if memory.device == parts[0].device:
-            torch.cat(parts, dim=1, out=memory)
-        else:
-            memory.copy_(torch.cat(parts, dim=1), non_blocking=True)
-        place = common_pb2.BufferSlice(
+        slice_ = common_pb2.BufferSlice(
             buffer_id=attachment.buffer_id, offset=granted.offset, generation=granted.generation
         )
-        return reference(dtype, shape, place)
+        return Place(attachment.memory.bytes, granted.offset, reference(dtype, shape, slice_))
 
     def take_back(self, sequence: Sequence, rows: torch.Tensor | common_pb2.Tensor) -> None:
         """Rows that were written for the sequence are not sent after all. A draft may have attached anew meanwhile."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
 from kernels.transfer import to_host
 from outrider.v1 import common_pb2
-from target_service.attach import Buffers
+from target_service.attach import Buffers, write_rows
 from target_service.commands import Rows
 from target_service.metrics import TargetMetrics
 from target_service.scheduler import Work
@@ -22,8 +24,73 @@ def wanted_boundaries(work: Iterable[Work]) -> set[int]:
     return set().union(*different)
 
 
+@dataclass(slots=True)
+class _Copy:
+    """Rows of a step, from `row` on, that go side by side to where `memory` has room from `offset` on."""
+
+    boundaries: tuple[int, ...]
+    row: int
+    count: int
+    memory: torch.Tensor
+    offset: int
+    num_bytes: int
+
+    def take_in(self, other: _Copy) -> bool:
+        """Whether the other one goes on where this one ends, and is now a part of it."""
+        follows = (
+            other.row == self.row + self.count
+            and other.offset == self.offset + self.num_bytes
+            and other.memory is self.memory
+            and other.boundaries == self.boundaries
+        )
+        if follows:
+            self.count += other.count
+            self.num_bytes += other.num_bytes
+        return follows
+
+
+class SentRows:
+    """The rows of one step on their way, into slices of buffers that their readers have open, or into messages.
+
+    Slices of sequences that follow each other mostly do so, too, and are written at once.
+    """
+
+    def __init__(self, buffers: Buffers, aux: dict[int, torch.Tensor]) -> None:
+        """`aux`: the step's rows by boundary, [T, H] each."""
+        self._buffers = buffers
+        self._aux = aux
+        self._copies: list[_Copy] = []
+
+    def send(self, sequence: Sequence, row: int, start: int, count: int) -> Rows | None:
+        """The rows of positions start to start + count - 1, the first of them at `row` of the step.
+
+        None where the sequence wants none of them. They are there once the device has been waited for after `finish`.
+        """
+        boundaries, skipped = sequence.aux.boundaries, max(sequence.aux.first_position - start, 0)
+        if not boundaries or skipped >= count:
+            return None
+        row, count, first = row + skipped, count - skipped, start + skipped
+        states = self._aux[boundaries[0]]
+        shape = count, len(boundaries) * states.shape[1]
+        if (place := self._buffers.place(sequence, states.dtype, shape)) is None:
+            return Rows(first, to_host(torch.cat(self._parts(boundaries, row, count), dim=1)))
+        num_bytes = math.prod(shape) * states.dtype.itemsize
+        copy = _Copy(boundaries, row, count, place.memory, place.offset, num_bytes)
+        if not (self._copies and self._copies[-1].take_in(copy)):
+            self._copies.append(copy)
+        return Rows(first, place.message)
+
+    def finish(self) -> None:
+        """Hands over what is to be written to slices."""
+        for copy in self._copies:
+            write_rows(copy.memory, copy.offset, self._parts(copy.boundaries, copy.row, copy.count))
+
+    def _parts(self, boundaries: tuple[int, ...], row: int, count: int) -> list[torch.Tensor]:
+        return [self._aux[boundary][row : row + count] for boundary in boundaries]
+
+
 class RowSender:
-    """Puts rows where their reader finds them: into a slice of a buffer that it has open, or into the message."""
+    """Sends rows, takes back what was too much of them, and counts the others."""
 
     def __init__(self, buffers: Buffers, metrics: TargetMetrics) -> None:
         self._buffers = buffers
@@ -31,21 +98,9 @@ class RowSender:
         # Bytes that were emitted and are not counted yet.
         self._uncounted: dict[common_pb2.Transport, int] = {}
 
-    def send(
-        self, sequence: Sequence, aux: dict[int, torch.Tensor], batch_row: int, start: int, count: int
-    ) -> Rows | None:
-        """The rows of positions start to start + count - 1, the first of them at `batch_row` of each tensor of `aux`.
-
-        None where the sequence wants none of them. They are there once the device has been waited for.
-        """
-        request = sequence.aux
-        skipped = max(request.first_position - start, 0)
-        if not request.boundaries or skipped >= count:
-            return None
-        parts = [aux[boundary][batch_row + skipped : batch_row + count] for boundary in request.boundaries]
-        if (place := self._buffers.write(sequence, parts)) is not None:
-            return Rows(start + skipped, place)
-        return Rows(start + skipped, to_host(torch.cat(parts, dim=1)))
+    def step(self, aux: dict[int, torch.Tensor]) -> SentRows:
+        """For the rows of one step."""
+        return SentRows(self._buffers, aux)
 
     def emitted(self, sequence: Sequence, rows: Rows | None, end: int) -> Rows | None:
         """Of rows that were sent those below position `end`: the others stand beyond what a chain emitted."""

@@ -59,17 +59,18 @@ class Emitter:
 
         Rows of prompts count as computed from now on: what is queued comes after them.
         """
-        sent, row = [], 0
+        sent, row, rows = [], 0, self._sender.step(output.aux)
         for item in work:
             # A prompt's rows pair with its tokens; the last row's token is emitted with Advanced, and so is the row.
             paired = item.count - item.num_choices
             place = row + paired, item.start + paired
-            prompt = self._sender.send(item.sequence, output.aux, row, item.start, paired)
+            prompt = rows.send(item.sequence, row, item.start, paired)
             if not item.verifies:
                 item.sequence.computed = item.start + item.count
                 item.sequence.unwritten_chunks += prompt is not None and prompt.inline
-            sent.append(Sent(prompt, self._sender.send(item.sequence, output.aux, *place, item.num_choices)))
+            sent.append(Sent(prompt, rows.send(item.sequence, *place, item.num_choices)))
             row += item.count
+        rows.finish()
         return sent
 
     def prefilled(self, work: Work, rows: Rows | None, hidden: torch.Tensor, began: float, compute: float) -> None:

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from outrider.shared_slices import tensor_at
 from outrider.v1 import common_pb2, target_pb2
+from target_service import aux
 from target_service.attach import Buffers
 from target_service.aux import RowSender
 from target_service.commands import AuxRequest
@@ -33,6 +34,13 @@ def sender_of(buffers, transport, first_position=0):
     return RowSender(buffers, metrics), sequence, metrics
 
 
+def send(sender, sequence, row, start, count):
+    step = sender.step(AUX)
+    rows = step.send(sequence, row, start, count)
+    step.finish()
+    return rows
+
+
 def attach(buffers):
     attachment = buffers.attach(target_pb2.AttachRequest.AttachDraft(draft_instance_id="draft", transports=[SHARED]))
     attachment.opened = True
@@ -42,7 +50,7 @@ def attach(buffers):
 def test_rows_beyond_what_was_emitted_are_cut_off(buffers):
     attachment = attach(buffers)
     sender, sequence, _ = sender_of(buffers, SHARED)
-    rows = sender.send(sequence, AUX, 2, 9, 4)
+    rows = send(sender, sequence, 2, 9, 4)
     rows = sender.emitted(sequence, rows, 11)
     assert rows.first_position == 9 and list(rows.tensor.shape) == [2, 6]
     offset = rows.tensor.slice.offset
@@ -50,26 +58,26 @@ def test_rows_beyond_what_was_emitted_are_cut_off(buffers):
     assert buffers.num_unreleased == 1
 
     sender, sequence, _ = sender_of(buffers, common_pb2.TRANSPORT_INLINE)
-    rows = sender.emitted(sequence, sender.send(sequence, AUX, 2, 9, 4), 11)
+    rows = sender.emitted(sequence, send(sender, sequence, 2, 9, 4), 11)
     assert rows.inline and torch.equal(rows.tensor, WIDE[2:4])
 
 
 def test_a_slice_of_rows_that_were_not_emitted_is_free_at_once(buffers):
     attach(buffers)
     sender, sequence, _ = sender_of(buffers, SHARED, first_position=11)
-    rows = sender.send(sequence, AUX, 0, 9, 4)
+    rows = send(sender, sequence, 0, 9, 4)
     assert rows.first_position == 11 and buffers.num_unreleased == 1
     assert sender.emitted(sequence, rows, 11) is None
     assert buffers.num_unreleased == 0
-    assert sender.send(sequence, AUX, 0, 7, 4) is None
+    assert send(sender, sequence, 0, 7, 4) is None
 
 
 def test_a_slice_of_a_buffer_that_was_replaced_meanwhile_is_nobody_s(buffers):
     attach(buffers)
     sender, sequence, _ = sender_of(buffers, SHARED, first_position=11)
-    rows = [sender.send(sequence, AUX, 0, 9, 4) for _ in range(2)]
+    rows = [send(sender, sequence, 0, 9, 4) for _ in range(2)]
     attach(buffers)
-    kept = sender.send(sequence, AUX, 0, 9, 4)
+    kept = send(sender, sequence, 0, 9, 4)
     assert [sender.emitted(sequence, part, 11) for part in rows] == [None, None]
     assert kept.tensor.slice.generation == rows[0].tensor.slice.generation and buffers.num_unreleased == 1
 
@@ -81,8 +89,33 @@ def test_only_emitted_rows_are_counted(buffers):
         counted = []
         metrics.hidden_state_bytes = lambda kind, size, counted=counted: counted.append((kind, size))
         for start in (4, 6):
-            sender.emitted(sequence, sender.send(sequence, AUX, 0, start, 5), start + 1)
+            sender.emitted(sequence, send(sender, sequence, 0, start, 5), start + 1)
         assert not counted
         sender.count()
         sender.count()
         assert counted == [(transport, 2 * 6 * 4)], name
+
+
+def test_slices_that_follow_each_other_are_written_at_once(buffers, monkeypatch):
+    """Sixteen rows of 24 bytes fill their slices: where rows follow, too, one copy does for all."""
+    written = []
+    write = aux.write_rows
+    monkeypatch.setattr(aux, "write_rows", lambda *arguments: written.append(arguments) or write(*arguments))
+    states = {boundary: torch.randn(96, 3) for boundary in (1, 3)}
+    wide = torch.cat((states[1], states[3]), dim=1)
+    attachment = attach(buffers)
+    sender, sequence, _ = sender_of(buffers, SHARED)
+    narrow = make_sequence(2, 4)
+    narrow.aux = replace(sequence.aux, boundaries=(3,))
+    step = sender.step(states)
+    # Two that follow each other, one after a gap of rows, one of one boundary; two again, one behind an unfilled slice.
+    parts = [(sequence, 0, 16), (sequence, 16, 16), (sequence, 40, 16), (narrow, 56, 10)]
+    parts += [(sequence, 66, 16), (sequence, 82, 3), (sequence, 85, 2)]
+    rows = [step.send(owner, row, 0, count) for owner, row, count in parts]
+    assert not written
+    step.finish()
+    assert [len(parts[0]) for _, _, parts in written] == [32, 16, 10, 19, 2]
+    for (owner, row, count), sent in zip(parts, rows, strict=True):
+        expected = states[3] if owner is narrow else wide
+        found = tensor_at(attachment.memory.bytes, sent.tensor.slice.offset, torch.float32, sent.tensor.shape)
+        assert torch.equal(found, expected[row : row + count])
