@@ -13,7 +13,7 @@ def launch_options(warps: int, stages: int, registers: int, vector_bytes: int) -
 
     registers: of a thread, at most, so that as many programs as were thought of fit a multiprocessor.
     """
-    stages = stages if vector_bytes <= 256 else 2
+    stages = min(stages, 3 if vector_bytes <= 256 else 2) if vector_bytes > 128 else stages
     return {"num_warps": warps, "num_stages": stages, "maxnreg": registers if vector_bytes <= 128 else 255}
 
 
