@@ -12,21 +12,39 @@ kernels leave it idle. Not tried on a device yet. What makes it safe:
 With 1 every kernel lets the next one start at once, which does the same: many may be there at a time, each fetching
 weights while the first still reads its own. With 2 the kernels that are bound by reading let the next one start when
 they have read, so that what is fetched early is fetched while small kernels run.
+
+Without any of this, too, small kernels can have more programs than they need, which fetch what a later kernel reads
+(`ahead`).
 """
 
 from __future__ import annotations
 
 import os
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _MODE = os.environ.get("OUTRIDER_PDL", "0")
 OVERLAPS = tl.constexpr(_MODE in ("1", "2"))
+_LINE = 128  # bytes
 _LATE = tl.constexpr(_MODE == "2")
 # For every launch of a kernel that waits for the previous one.
 LAUNCH = {"launch_pdl": True} if OVERLAPS.value else {}
+
+
+def beginning(weight: torch.Tensor | None, megabytes: int) -> torch.Tensor | None:
+    """The first rows of a weight [N, K], so many megabytes, to be fetched ahead; None where nothing is."""
+    if weight is None or triton.knobs.runtime.interpret:
+        return None
+    rows = min(len(weight), megabytes * 2**20 // (weight.shape[1] * weight.element_size()))
+    return weight[:rows] if rows else None
+
+
+def programs_ahead(ahead: torch.Tensor | None, lines: int) -> int:
+    """How many programs fetch `lines` lines each of contiguous memory; what is left over is not fetched."""
+    return 0 if ahead is None else ahead.numel() * ahead.element_size() // (lines * _LINE)
 
 
 @triton.jit
@@ -59,6 +77,14 @@ def reader_has_read():
     """Lets the next kernel start, where that has not been done yet."""
     if _LATE:
         gdc_launch_dependents()
+
+
+@triton.jit
+def fetch_ahead(ahead, program, LINES: tl.constexpr):
+    """All that one of `programs_ahead` does."""
+    line = program.to(tl.int64) * LINES + tl.arange(0, LINES)
+    prefetch(ahead + line * (1024 // ahead.dtype.element_ty.primitive_bitwidth))
+    after_previous()
 
 
 @triton.jit

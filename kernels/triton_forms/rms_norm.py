@@ -6,13 +6,15 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton_forms.overlap import LAUNCH, after_previous
+from kernels.triton_forms.overlap import LAUNCH, after_previous, fetch_ahead, programs_ahead
 from kernels.triton_forms.parts import bias_of, sum_parts_of_row
+
+_LINES = 1024  # that a program fetches ahead
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """The Triton form of `kernels.rms_norm.rms_norm`."""
-    return _launch(x[None], None, None, weight, eps, None)
+    return _launch(x[None], None, None, weight, eps, None, None)
 
 
 def add_rms_norm(
@@ -21,13 +23,15 @@ def add_rms_norm(
     weight: torch.Tensor,
     eps: float,
     bias: torch.Tensor | None = None,
+    ahead: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (rms_norm(total), total), [T, H], of total = parts[0] + ... + parts[S - 1] + bias + residual.
 
     parts: [S, T, H], added up in this order in float32 and rounded once, to residual's dtype; bias: [H].
+    ahead: what other programs bring into the L2 cache meanwhile (`overlap.beginning`).
     """
     total = torch.empty_like(residual, memory_format=torch.contiguous_format)
-    return _launch(parts, bias, residual.contiguous(), weight, eps, total), total
+    return _launch(parts, bias, residual.contiguous(), weight, eps, total, ahead), total
 
 
 def _launch(
@@ -37,23 +41,26 @@ def _launch(
     weight: torch.Tensor,
     eps: float,
     total: torch.Tensor | None,
+    ahead: torch.Tensor | None,
 ) -> torch.Tensor:
     parts = parts.contiguous()
     num_parts, rows, width = parts.shape
     out = torch.empty(rows, width, dtype=parts.dtype if total is None else total.dtype, device=parts.device)
     if rows:
-        _add_rms_norm[(rows,)](
+        _add_rms_norm[(rows + programs_ahead(ahead, _LINES),)](
             parts,
             bias,
             residual,
             weight,
             total,
             out,
+            ahead,
             eps,
             rows,
             width,
             NUM_PARTS=num_parts,
             BLOCK=triton.next_power_of_2(width),
+            LINES=_LINES,
             num_warps=_warps(width),
             **LAUNCH,
         )
@@ -67,9 +74,24 @@ def _warps(width: int) -> int:
 
 @triton.jit(do_not_specialize=["rows"])
 def _add_rms_norm(
-    parts, bias, residual, weight, total, out, eps, rows, width, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr
+    parts,
+    bias,
+    residual,
+    weight,
+    total,
+    out,
+    ahead,
+    eps,
+    rows,
+    width,
+    NUM_PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LINES: tl.constexpr,
 ):
     row = tl.program_id(0)
+    if ahead is not None and row >= rows:
+        fetch_ahead(ahead, row - rows, LINES)
+        return
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     place = row.to(tl.int64) * width + columns

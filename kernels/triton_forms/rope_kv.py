@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 
 from kernels.kv_cache import PAGE_SIZE, LayerCache
-from kernels.triton_forms.overlap import LAUNCH, after_previous
+from kernels.triton_forms.overlap import LAUNCH, after_previous, fetch_ahead, programs_ahead
 from kernels.triton_forms.parts import bias_of, sum_parts_of_row
+
+_LINES = 256  # that a program fetches ahead
 
 
 def rope_and_write(
@@ -29,11 +31,13 @@ def rope_and_write(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
+    ahead: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the turned queries [T, nq, d] and stores the rows' keys and values.
 
     parts: [S, T, (nq + 2 nkv) d], in float32 or in the cache's dtype. cos, sin: float32 [positions, d / 2].
     positions, sequences: int32 [T]. page_tables: int32 [sequences, P]. q_norm, k_norm: [d], both or neither.
+    ahead: what other programs bring into the L2 cache meanwhile (`overlap.beginning`).
     """
     parts = parts.contiguous()
     num_parts, rows, outputs = parts.shape
@@ -42,7 +46,8 @@ def rope_and_write(
         raise ValueError(f"qkv: expected {(num_heads + 2 * kv_heads) * width} outputs, found {outputs}")
     q = torch.empty(rows, num_heads, width, dtype=cache.keys.dtype, device=parts.device)
     if rows:
-        _rope_and_write[(rows, num_heads + 2 * kv_heads)](
+        # The first row's heads, then the next one's: after them come the programs that fetch ahead.
+        _rope_and_write[(rows * (num_heads + 2 * kv_heads) + programs_ahead(ahead, _LINES),)](
             parts,
             bias,
             cos,
@@ -55,6 +60,7 @@ def rope_and_write(
             q,
             cache.keys,
             cache.values,
+            ahead,
             eps,
             rows,
             page_tables.stride(0),
@@ -64,6 +70,7 @@ def rope_and_write(
             PAGE=PAGE_SIZE,
             NUM_PARTS=num_parts,
             BLOCK=triton.next_power_of_2(width // 2),
+            LINES=_LINES,
             num_warps=1,
             **LAUNCH,
         )
@@ -84,6 +91,7 @@ def _rope_and_write(
     q,
     keys,
     values,
+    ahead,
     eps,
     rows,
     table_width,
@@ -93,9 +101,14 @@ def _rope_and_write(
     PAGE: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    LINES: tl.constexpr,
 ):
-    row, head = tl.program_id(0), tl.program_id(1)
-    width = (NUM_HEADS + 2 * NUM_KV_HEADS) * 2 * HALF
+    num_heads: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
+    if ahead is not None and tl.program_id(0) >= rows * num_heads:
+        fetch_ahead(ahead, tl.program_id(0) - rows * num_heads, LINES)
+        return
+    row, head = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads
+    width = num_heads * 2 * HALF
     pair = tl.arange(0, BLOCK)
     inside = pair < HALF
     column = head * 2 * HALF + pair

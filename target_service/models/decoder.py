@@ -129,13 +129,14 @@ class Model:
             return self._forward(x, rows, kv_cache, boundaries)
         last, eps = self.config.num_layers, self.config.rms_norm_eps
         norms = [*(layer.attention.norm for layer in self._layers[1:]), self._norm]
+        weights = [*(layer.attention.qkv.weight for layer in self._layers[1:]), self._head.weight]
         normed = rms_norm(x, self._layers[0].attention.norm, eps)
         aux = {}
         for index, (layer, cache) in enumerate(zip(self._layers, kv_cache.layers, strict=True)):
             if index in boundaries:
                 aux[index] = x
             halves = layer.attention, layer.feed_forward
-            normed, x = form.decoder_layer(normed, x, *halves, rows, cache, norms[index], eps)
+            normed, x = form.decoder_layer(normed, x, *halves, rows, cache, norms[index], eps, weights[index])
         aux |= {boundary: rows for boundary, rows in ((last, x), (last + 1, normed)) if boundary in boundaries}
         return ForwardOutput(normed, aux)
 

@@ -12,11 +12,19 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 COMPILE = """
 import json, sys
+import torch
 from kernels.bench import __main__ as bench, offline
+from kernels.triton_forms.overlap import beginning
+from kernels.triton_forms.rms_norm import add_rms_norm
 found = []
 offline._summary = lambda name, kernel: found.append((name, kernel.asm["ptx"])) or name
 sys.argv = ["bench", "--compile", "--only", "add_rms_norm", "rope_and_write", "linear_router", "router"]
 bench.main()
+assert beginning(torch.zeros(100, 64), 0) is None
+ahead = beginning(torch.zeros(9000, 64), 1)
+with offline.compiling():
+    add_rms_norm(torch.zeros(2, 1, 64), torch.zeros(1, 64), torch.zeros(64), 1e-5, ahead=ahead)
+print(len(ahead))
 print(json.dumps(found))
 """
 WAIT, NEXT = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
@@ -29,7 +37,10 @@ def test_what_comes_before_the_wait(mode):
         [sys.executable, "-c", COMPILE], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr[-2000:]
-    kernels = json.loads(result.stdout.splitlines()[-1])
+    fetched, kernels = map(json.loads, result.stdout.splitlines()[-2:])
+    assert fetched == 4096  # rows of 256 bytes: one megabyte
+    _, ahead = kernels.pop()  # whose programs more than rows fetch, and wait for what came before, too
+    assert ahead.count(WAIT) == 2 and "prefetch.global.L2" in ahead
     assert {name for name, _ in kernels} == {
         "_linear",
         "_sum_parts",
