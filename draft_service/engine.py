@@ -156,9 +156,10 @@ class DraftEngine:
                 room -= _num_rows(part)
             if part:
                 taken.append(part)
-                self._waiting[sequence] = extends[len(part) :]
-            if not self._waiting[sequence]:
+            if len(part) == len(extends):
                 del self._waiting[sequence]
+            else:
+                self._waiting[sequence] = extends[len(part) :]
         return taken
 
     def _turn(self, extends: list[Extend]) -> Turn | None:
@@ -211,7 +212,7 @@ class DraftEngine:
 
 
 def _num_rows(extends: list[Extend]) -> int:
-    return sum(len(extend.token_ids) for extend in extends)
+    return sum([len(extend.token_ids) for extend in extends])
 
 
 def _that_fit(extends: list[Extend], room: int, at_least_one: bool) -> list[Extend]:

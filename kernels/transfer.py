@@ -40,6 +40,7 @@ def mark(device: torch.device) -> Callable[[], None]:
     """Returns a function that waits until the device has done all that is queued on this thread's stream by now."""
     if device.type != "cuda":
         return lambda: None
+    # Not a blocking one: that would sleep, and the device's interrupt wakes a thread tens of microseconds late.
     done = torch.cuda.Event()
     done.record(torch.cuda.current_stream(device))
     return done.synchronize

@@ -148,7 +148,7 @@ class PairRounds:
             return self._without_chain(sequence, PairRound.NO_CHAIN_EMPTY)
         queue_us, compute_us = event.queue_us, event.compute_us
         pair_round = PairRound(draft_token_ids=fit, draft_queue_us=queue_us, draft_compute_us=compute_us)
-        return self._advance(sequence, pair_round)
+        return self._advance(sequence, pair_round, fit)
 
     def late(self, now: float) -> list[Advance]:
         """The steps of those that have waited for long enough."""
@@ -183,19 +183,20 @@ class PairRounds:
     def _cut(self, chain: list[int], num_tokens: int) -> list[int]:
         """What of a chain can be verified: the draft is another process, and may be wrong about anything."""
         known = self._limits.vocab_size
-        invalid = next((place for place, token_id in enumerate(chain) if token_id >= known), len(chain))
-        return chain[: min(num_tokens, invalid)]
+        if chain and max(chain) >= known:
+            chain = chain[: next(place for place, token_id in enumerate(chain) if token_id >= known)]
+        return chain[:num_tokens]
 
     def _without_chain(self, sequence: Sequence, reason: PairRound.NoChain) -> Advance:
         """The last round of a grant."""
         sequence.grant = None
-        return self._advance(sequence, PairRound(no_chain=reason))
+        return self._advance(sequence, PairRound(no_chain=reason), [])
 
-    def _advance(self, sequence: Sequence, pair_round: PairRound) -> Advance:
+    def _advance(self, sequence: Sequence, pair_round: PairRound, chain: list[int]) -> Advance:
         assert sequence.wait is not None
         now = time.monotonic()
         pair_round.waited_us = int((now - sequence.wait.asked) * 1e6)
         pair_round.num_late, pair_round.num_cut = sequence.num_late, sequence.num_cut
         sequence.wait, sequence.num_late, sequence.num_cut = None, 0, 0
         self._waiting.discard(sequence)
-        return Advance(*sequence.key, list(pair_round.draft_token_ids), None, now, pair_round)
+        return Advance(*sequence.key, chain, None, now, pair_round)
