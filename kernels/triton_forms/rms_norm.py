@@ -62,6 +62,7 @@ def _launch(
             BLOCK=triton.next_power_of_2(width),
             LINES=_LINES,
             num_warps=_warps(width),
+            maxnreg=64,  # said, so that the compiler does not load in turns to get by with 32
             **LAUNCH,
         )
     return out
