@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton_forms.order import float_of, ordered
+from kernels.triton_forms.overlap import LAUNCH, after_previous
 
 if TYPE_CHECKING:
     from kernels.row_params import RowParams
@@ -42,7 +43,13 @@ def find_borders(logits: torch.Tensor, largest: torch.Tensor, params: RowParams)
     staying, tokens = torch.empty(2, rows, dtype=torch.int32, device=logits.device)
     row_params = largest, params.temperature, params.top_k, params.top_p
     unit, grid = 2.0 ** (_MASS_BITS - vocabulary.bit_length()), (blocks, rows)
-    options: dict[str, Any] = {"UNIT": unit, "BITS": _BITS, "STEPS": _STEPS, "BLOCK": BLOCK, "num_warps": WARPS}
+    options: dict[str, Any] = {
+        "UNIT": unit,
+        "BITS": _BITS,
+        "STEPS": _STEPS,
+        "BLOCK": BLOCK,
+        "num_warps": WARPS,
+    } | LAUNCH
     _count_all[grid](logits, *row_params, masses, sums, vocabulary, **options)
     for by_mass in (False, True):
         for step in range(_STEPS):
@@ -51,16 +58,29 @@ def find_borders(logits: torch.Tensor, largest: torch.Tensor, params: RowParams)
             )
     _count_equal[grid](logits, *row_params, sums, found, borders, staying, equal, rows, vocabulary, blocks, **options)
     _find_token[(rows,)](
-        logits, borders, staying, equal, tokens, vocabulary, blocks, BLOCK=BLOCK, BLOCKS=triton.next_power_of_2(blocks)
+        logits,
+        borders,
+        staying,
+        equal,
+        tokens,
+        vocabulary,
+        blocks,
+        BLOCK=BLOCK,
+        BLOCKS=triton.next_power_of_2(blocks),
+        **LAUNCH,
     )
     return borders, tokens
 
 
 @triton.jit
 def _params_of(largest, temperature, top_k, top_p, row, vocabulary):
-    """(largest logit, temperature, k, p) of a row, k 0 and p 1 where they filter nothing, or nothing is to be found."""
-    top, heat = tl.load(largest + row), tl.load(temperature + row)
-    k, p = tl.load(top_k + row), tl.load(top_p + row).to(tl.float64)
+    """(largest logit, temperature, k, p) of a row, k 0 and p 1 where they filter nothing, or nothing is to be found.
+
+    Waits for the kernel before.
+    """
+    heat, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row).to(tl.float64)
+    after_previous()
+    top = tl.load(largest + row)
     chooses = (heat != 0) & (top > float("-inf"))  # false for NaN, too
     k = tl.where(chooses & (k < vocabulary), k, 0)
     p = tl.where(chooses & (p < 1), p, 1.0)
@@ -260,6 +280,7 @@ def _count_equal(
 def _find_token(logits, borders, staying, equal, tokens, vocabulary, blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     """The last of the tokens that equal the border and stay; beyond all where all of them do."""
     row = tl.program_id(0)
+    after_previous()
     border, num_equal = ordered(tl.load(borders + row)), tl.load(staying + row)
     each = tl.arange(0, BLOCKS)
     counts = tl.load(equal + row * blocks + each, mask=each < blocks, other=0)

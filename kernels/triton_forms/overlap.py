@@ -7,7 +7,8 @@ kernels leave it idle. Not tried on a device yet. What makes it safe:
 - Every kernel launched with LAUNCH waits, in every program, before it returns. So one that has waited knows all before
   it to be complete, not only the last.
 - Nothing is written before that, since buffers are used again within a step; and nothing is read but weights, tables
-  and what PyTorch's own operations wrote (positions, page tables): those let nothing start before they are complete.
+  and a step's inputs: positions, page tables, seeds. Those are copied, or computed by an operation of PyTorch that
+  another one follows, the look-up of embeddings; and that one starts when all before it is complete and can be seen.
 
 With 1 every kernel lets the next one start at once, which does the same: many may be there at a time, each fetching
 weights while the first still reads its own. With 2 the kernels that are bound by reading let the next one start when

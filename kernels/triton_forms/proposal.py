@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton_forms.noise import gumbel_noise_of
+from kernels.triton_forms.overlap import LAUNCH, after_previous
 from kernels.triton_forms.sampling import largest_of_block
 
 _BLOCK = 2048
@@ -37,7 +38,7 @@ def propose(
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     probabilities = torch.empty(rows, dtype=torch.float32, device=logits.device)
     grid, every_block = (blocks, rows), triton.next_power_of_2(blocks)
-    largest_of_block[grid](logits, largest, at, vocabulary, blocks, BLOCK=_BLOCK)
+    largest_of_block[grid](logits, largest, at, vocabulary, blocks, BLOCK=_BLOCK, **LAUNCH)
     _best_of_block[grid](
         logits,
         largest,
@@ -54,8 +55,10 @@ def propose(
         blocks,
         BLOCK=_BLOCK,
         BLOCKS=every_block,
+        **LAUNCH,
     )
-    _best_of_row[(rows,)](score, mass, scaled, at, target_ids, tokens, probabilities, blocks, BLOCKS=every_block)
+    parts = score, mass, scaled, at
+    _best_of_row[(rows,)](*parts, target_ids, tokens, probabilities, blocks, BLOCKS=every_block, **LAUNCH)
     return tokens, probabilities
 
 
@@ -79,16 +82,18 @@ def _best_of_block(
 ):
     block, row = tl.program_id(0), tl.program_id(1)
     each = tl.arange(0, BLOCKS)
-    top = tl.max(tl.load(largest + row * blocks + each, mask=each < blocks, other=float("-inf")), 0)
     heat = tl.load(temperature + row)
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocabulary
-    value = tl.load(logits + row.to(tl.int64) * vocabulary + token, mask=inside, other=float("-inf"))
-    scaled = (value - top) / tl.where(heat > 0, tl.maximum(heat, 1.1754943508222875e-38), 1.0)
-    sums = scaled
+    noise = tl.zeros((BLOCK,), tl.float32)
     if tl.load(noisy + row) != 0:
         ids = tl.load(target_ids + token, mask=inside, other=0).to(tl.int32)
-        sums += gumbel_noise_of(tl.load(seed + row), tl.load(positions + row) + 2, ids)
+        noise = gumbel_noise_of(tl.load(seed + row), tl.load(positions + row) + 2, ids)
+    after_previous()
+    top = tl.max(tl.load(largest + row * blocks + each, mask=each < blocks, other=float("-inf")), 0)
+    value = tl.load(logits + row.to(tl.int64) * vocabulary + token, mask=inside, other=float("-inf"))
+    scaled = (value - top) / tl.where(heat > 0, tl.maximum(heat, 1.1754943508222875e-38), 1.0)
+    sums = scaled + noise
     best = tl.max(sums, 0)
     first = tl.min(tl.where(sums == best, token, 2147483647), 0)
     place = row * blocks + block
@@ -103,6 +108,7 @@ def _best_of_row(score, mass, scaled_best, at, target_ids, tokens, probabilities
     row = tl.program_id(0)
     block = tl.arange(0, BLOCKS)
     inside, place = block < blocks, row * blocks + block
+    after_previous()
     value = tl.load(score + place, mask=inside, other=float("-inf"))
     token = tl.load(at + place, mask=inside, other=2147483647)
     first = tl.min(tl.where(value == tl.max(value, 0), token, 2147483647), 0)

@@ -14,6 +14,7 @@ import triton.language as tl
 from kernels.row_params import RowParams
 from kernels.triton_forms.noise import gumbel_noise
 from kernels.triton_forms.nucleus import find_borders
+from kernels.triton_forms.overlap import LAUNCH, after_previous
 
 _BLOCK = 2048
 
@@ -28,16 +29,15 @@ def choose(logits: torch.Tensor, params: RowParams) -> torch.Tensor:
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if not rows:
         return tokens
-    largest_of_block[(blocks, rows)](logits, best, at, vocabulary, blocks, BLOCK=_BLOCK)
+    largest_of_block[(blocks, rows)](logits, best, at, vocabulary, blocks, BLOCK=_BLOCK, **LAUNCH)
+    every_block = triton.next_power_of_2(blocks)
     if not params.all_greedy:
-        largest = best.amax(-1)  # NaN where a block has one
-        borders, border_tokens = find_borders(logits, largest, params) if params.filters else (None, None)
+        borders, border_tokens = find_borders(logits, best.amax(-1), params) if params.filters else (None, None)
         noisy, noisy_at = torch.empty_like(best), torch.empty_like(at)
         _noisiest_of_block[(blocks, rows)](
             logits,
             best,
             at,
-            largest,
             borders,
             border_tokens,
             params.temperature,
@@ -49,9 +49,11 @@ def choose(logits: torch.Tensor, params: RowParams) -> torch.Tensor:
             vocabulary,
             blocks,
             BLOCK=_BLOCK,
+            BLOCKS=every_block,
+            **LAUNCH,
         )
         best, at = noisy, noisy_at
-    _best_block[(rows,)](best, at, tokens, blocks, BLOCKS=triton.next_power_of_2(blocks))
+    _best_block[(rows,)](best, at, tokens, blocks, BLOCKS=every_block, **LAUNCH)
     return tokens
 
 
@@ -75,6 +77,7 @@ def _lowest_of_largest(values, tokens):
 def largest_of_block(logits, best, at, vocabulary, blocks, BLOCK: tl.constexpr):
     block, row = tl.program_id(0), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
+    after_previous()
     value = tl.load(logits + row.to(tl.int64) * vocabulary + token, mask=token < vocabulary, other=float("-inf"))
     largest, first = _lowest_of_largest(value, token)
     tl.store(best + row * blocks + block, largest)
@@ -86,7 +89,6 @@ def _noisiest_of_block(
     logits,
     best,
     at,
-    largest,
     borders,
     border_tokens,
     temperature,
@@ -98,10 +100,16 @@ def _noisiest_of_block(
     vocabulary,
     blocks,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
     block, row = tl.program_id(0), tl.program_id(1)
-    place = row * blocks + block
-    top, heat = tl.load(largest + row), tl.load(temperature + row)
+    place, each = row * blocks + block, tl.arange(0, BLOCKS)
+    heat = tl.load(temperature + row)
+    noise = tl.zeros((BLOCK,), tl.float32)
+    if heat != 0:
+        noise = gumbel_noise(tl.load(seed + row), tl.load(position + row), block * BLOCK, BLOCK)
+    after_previous()
+    top, _ = _lowest_of_largest(tl.load(best + row * blocks + each, mask=each < blocks, other=float("-inf")), each)
     # Greedy rows, and those without a choice, keep what the first pass found.
     if (heat == 0) | (top != top) | (top == float("-inf")):
         tl.store(noisy + place, tl.where(top != top, top, tl.load(best + place)))
@@ -114,7 +122,6 @@ def _noisiest_of_block(
     if borders is not None:
         border = tl.load(borders + row)
         stays = stays & ((value > border) | ((value == border) & (token <= tl.load(border_tokens + row))))
-    noise = gumbel_noise(tl.load(seed + row), tl.load(position + row), block * BLOCK, BLOCK)
     largest_sum, first = _lowest_of_largest(tl.where(stays, scaled + noise, float("-inf")), token)
     tl.store(noisy + place, largest_sum)
     tl.store(noisy_at + place, first)
@@ -124,6 +131,7 @@ def _noisiest_of_block(
 def _best_block(best, at, tokens, blocks, BLOCKS: tl.constexpr):
     row = tl.program_id(0)
     block = tl.arange(0, BLOCKS)
+    after_previous()
     value = tl.load(best + row * blocks + block, mask=block < blocks, other=float("-inf"))
     token = tl.load(at + row * blocks + block, mask=block < blocks, other=2147483647)
     largest, first = _lowest_of_largest(value, token)
