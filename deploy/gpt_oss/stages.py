@@ -49,7 +49,7 @@ FULL = Sizes(
     sweeps={
         "experts": ("experts", "experts.UNROLLED=3,5,9", "experts.SMALL_OUTPUTS=16,32"),
         "experts-tiles": ("experts_prefill", "experts.LARGE_TILE=64,128", "experts.LARGE_OUTPUTS=128,256"),
-        "linear": ("linear", "linear.BLOCK_K=64,128", "linear.STAGES=3,5", "linear.TILE_OUTPUTS=16,32"),
+        "linear": ("linear", "linear.BLOCK_K=64,128", "linear.STAGES=5,8", "linear.TILE_OUTPUTS=16,32"),
         "attention": (
             *("attention_decode", "attention_decode.PAGES_PER_SPLIT=4,8,16", "attention_decode.STAGES=2,3,4"),
         ),
