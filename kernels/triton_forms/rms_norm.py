@@ -62,7 +62,7 @@ def _launch(
             BLOCK=triton.next_power_of_2(width),
             LINES=_LINES,
             num_warps=_warps(width),
-            # With 32 the compiler loads three parts at a time; six are as many as a multiprocessor's bandwidth needs, and
+            # With 32 the compiler loads three parts at a time. Six are as many as a multiprocessor's bandwidth needs;
             # more would leave no room beside kernels that still run.
             maxnreg=40,
             **LAUNCH,
