@@ -17,7 +17,7 @@ from target_service.commands import Stats
 
 _REASONS = (PREEMPTED, QUEUE_FULL, DRAINING, "INVALID_ARGUMENT", "NOT_FOUND", "INTERNAL")
 _MAX_STEPS = 1000  # kept between two readings
-_ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+_ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 class TargetMetrics(Collector):

@@ -18,7 +18,7 @@ from target_service.models import Model
 log = logging.getLogger(__name__)
 
 # Rows that keep a device busy without holding others up for long: some tenths of a second.
-_STEP_TOKENS = {"cpu": 128, "cuda": 2048}
+_STEP_TOKENS = {"cpu": 128, "cuda": 8192}
 
 
 @dataclass(frozen=True)

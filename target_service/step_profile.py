@@ -43,7 +43,7 @@ def main(
     chains: Annotated[str, typer.Option(help="Lengths of chains.")] = "0,1,3,5,7",
     sequences: Annotated[str, typer.Option(help="Numbers of sequences.")] = "1",
     boundaries: Annotated[str, typer.Option(help="Boundaries whose hidden states are emitted.")] = "2,18,34",
-    chunk: Annotated[int, typer.Option(min=1, help="Prompt rows of one step.")] = 2048,
+    chunk: Annotated[int, typer.Option(min=1, help="Prompt rows of one step.")] = 8192,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of each variant.")] = 30,
     json: Annotated[Path | None, typer.Option(help="File of the results.")] = None,
 ) -> None:

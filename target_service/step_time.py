@@ -103,7 +103,8 @@ class Load:
             ending=EndingRules(frozenset(), limits.max_sequence_length),
             top_logprobs=None,
             top_prompt_logprobs=None,
-            aux=AuxRequest(boundaries),
+            # Nobody is there to read the hidden states of a prompt, or to say that it has.
+            aux=AuxRequest(boundaries, first_position=context - 1),
             arrival_unix_us=0,
             request_id="step_time",
             received=time.monotonic(),

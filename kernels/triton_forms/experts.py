@@ -24,8 +24,11 @@ from kernels.triton_forms.overlap import LAUNCH, OVERLAPS, after_previous, prefe
 
 FEW_ROWS = 16
 MOST_ROWS_OF_SMALL_TILES = 256
-SMALL_OUTPUTS, BATCH_TILE = 16, 16
+SMALL_OUTPUTS, BATCH_OUTPUTS = 16, 32
+SHORT_TILE, LONG_TILE = 8, 16  # rows of a tile
+MOST_ROWS_OF_SHORT_TILES = 128  # of a batch: of 128 experts each is chosen by four
 UNROLLED = 5  # tiles of inputs that are on their way to a warp
+AHEAD = 1  # so many times as many are on their way to the L2 cache
 SPLITS = 3  # spans of the inputs of down: it has half as many outputs as gate and up
 LARGE_TILE, LARGE_OUTPUTS = 128, 256
 LARGE_WARPS, LARGE_STAGES = 8, 3
@@ -86,9 +89,10 @@ def _splits(inputs: int) -> int:
 
 
 def _tile_rows(rows: int) -> int:
-    if rows <= FEW_ROWS:
-        return 8 if rows <= 8 else 16
-    return BATCH_TILE if rows <= MOST_ROWS_OF_SMALL_TILES else LARGE_TILE
+    if rows > MOST_ROWS_OF_SMALL_TILES:
+        return LARGE_TILE
+    short = rows <= SHORT_TILE or FEW_ROWS < rows <= MOST_ROWS_OF_SHORT_TILES
+    return SHORT_TILE if short else LONG_TILE
 
 
 def _tiles(ids: torch.Tensor, experts: int, tile_rows: int) -> _Tiles:
@@ -115,7 +119,7 @@ def _launch(
     small: bool,
 ) -> None:
     experts, outputs, inputs = weights.shape
-    tile_outputs = SMALL_OUTPUTS if small else LARGE_OUTPUTS
+    tile_outputs = LARGE_OUTPUTS if not small else SMALL_OUTPUTS if tiles.order is None else BATCH_OUTPUTS
     steps = inputs // mxfp4.INPUTS
     gate = activation or Activation(1.0, 0.0, 0.0)
     _experts[(triton.cdiv(outputs, tile_outputs), tiles.count, splits)](
@@ -146,6 +150,7 @@ def _launch(
         SMALL=small,
         LINES=triton.next_power_of_2(triton.cdiv(steps, splits) * 4),
         UNROLLED=UNROLLED if steps % (splits * UNROLLED) == 0 else 1,
+        AHEAD=0 if triton.knobs.runtime.interpret else AHEAD,
         BF16=x.dtype == torch.bfloat16,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=1 if small else LARGE_WARPS,
@@ -197,6 +202,7 @@ def _product_of_few(
     TILE_ROWS: tl.constexpr,
     TILE_OUTPUTS: tl.constexpr,
     UNROLLED: tl.constexpr,
+    AHEAD: tl.constexpr,
     BF16: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -206,7 +212,12 @@ def _product_of_few(
     of_lane += tl.arange(0, 8)[None, None, None, :]
     x_places = x + (x_row[None, :, None, None] * INPUTS + of_lane)
     acc = tl.zeros((TILE_OUTPUTS, TILE_ROWS), tl.float32)
+    lane = tl.arange(0, 2 * TILE_OUTPUTS) % 32
+    for one in tl.static_range(AHEAD):
+        _fetch(values, lane, begin + one * UNROLLED, end, UNROLLED)
     for first in range(begin, end, UNROLLED):
+        if AHEAD > 0:
+            _fetch(values, lane, first + AHEAD * UNROLLED, end, UNROLLED)
         packed, words, columns = (), (), ()
         for one in tl.static_range(UNROLLED):
             packed += (load_tile(values + (first + one) * 512, BF16),)  # type: ignore[assignment]
@@ -217,6 +228,14 @@ def _product_of_few(
             fragments = tl.permute(columns[one], (2, 0, 3, 1)).reshape(64, TILE_ROWS)
             acc = tl.dot(weights, fragments, acc, input_precision=PRECISION)
     return acc
+
+
+@triton.jit
+def _fetch(values, lane, step, end, STEPS: tl.constexpr):
+    """Brings so many tiles of inputs from `step` on into the cache, where they are before `end`: a line a lane."""
+    tl.static_assert(STEPS <= 8)
+    last = tl.minimum(step + STEPS, end) * 512 - 128
+    prefetch(values - lane * 16 + tl.minimum(step * 512 + lane * 128, last))
 
 
 @triton.jit
@@ -273,6 +292,7 @@ def _experts(
     SMALL: tl.constexpr,
     LINES: tl.constexpr,
     UNROLLED: tl.constexpr,
+    AHEAD: tl.constexpr,
     BF16: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -317,6 +337,7 @@ def _experts(
             TILE_ROWS,
             TILE_OUTPUTS,
             UNROLLED,
+            AHEAD,
             BF16,
             PRECISION,
         )
