@@ -54,15 +54,10 @@ def route(x: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _route_triton(x: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
-    from kernels.triton_forms.linear import MOST_ROWS, linear_parts
+    from kernels.triton_forms.projection import project
     from kernels.triton_forms.router import choose_experts
 
-    router = experts.router
-    if x.shape[0] <= MOST_ROWS:
-        parts, bias = linear_parts(x, router.weight), router.bias
-    else:
-        parts, bias = linear(x, router, out_dtype=torch.float32)[None], None
-    return choose_experts(parts, bias, experts.top_k, experts.normalize)
+    return choose_experts(*project(x, experts.router, torch.float32), experts.top_k, experts.normalize)
 
 
 def moe(x: torch.Tensor, experts: Experts) -> torch.Tensor:

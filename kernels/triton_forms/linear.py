@@ -36,12 +36,16 @@ def linear(
 ) -> torch.Tensor:
     """The Triton form of `kernels.linear.linear`: [T, N] in `dtype`, x's by default.
 
-    More than MOST_ROWS rows go to the library where it can write `dtype`, else so many at a time.
+    More than MOST_ROWS rows go to the library where it can write `dtype`, else so many at a time: on a CPU it cannot
+    write float32 of narrower numbers.
     """
     dtype = dtype or x.dtype
     if x.shape[0] > MOST_ROWS:
         if dtype == x.dtype == weight.dtype:
             return F.linear(x, weight, bias)
+        if x.is_cuda and dtype == torch.float32 and x.dtype == weight.dtype:
+            y = torch.mm(x, weight.T, out_dtype=dtype)
+            return y if bias is None else y.add_(bias)
         return torch.cat([linear(rows, weight, bias, dtype) for rows in x.split(MOST_ROWS)])
     if split_inputs(*weight.shape)[0] > 1:
         return sum_parts(linear_parts(x, weight), bias, dtype)

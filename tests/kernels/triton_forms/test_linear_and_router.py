@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels import native
 from kernels.linear import linear, pack_weight
 from kernels.moe import Experts, route
+from kernels.triton_forms import linear as form
 from kernels.triton_forms.linear import linear_parts, split_inputs
 from kernels.triton_forms.parts import sum_parts
 from kernels.triton_forms.router import choose_experts
@@ -31,6 +33,16 @@ def test_many_rows(random, dtype):
         found = linear(x, pack_weight(weight), out_dtype=out_dtype)
         assert found.dtype == out_dtype
         close(found, expected, dtype)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_many_rows_in_float32_are_one_product_on_cuda(monkeypatch, biased):
+    monkeypatch.setattr(form, "_launch", None)
+    with FakeTensorMode():
+        shapes = (70, 64), (20, 64), 20
+        x, weight, bias = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes)
+        found = form.linear(x, weight, bias if biased else None, torch.float32)
+    assert (found.shape, found.dtype) == ((70, 20), torch.float32)
 
 
 def test_partial_sums_are_of_fixed_spans(random):
@@ -59,6 +71,16 @@ def test_router(random, dtype, normalize):
         alone = route(x[row : row + 1], experts)
         assert torch.equal(alone[0][0], ids[row])
         assert torch.equal(alone[1][0], shares[row])
+
+
+def test_the_router_of_many_rows(random, dtype):
+    """The library's product has other bits, and chooses what the sums of few rows choose: none are close here."""
+    router = pack_weight((random(12, 64) / 8).to(dtype), random(12).to(dtype))
+    experts, x = Experts(router, [], [], 3, 1.0, 7.0), random(70, 64).to(dtype)
+    found = route(x, experts)
+    expected = [torch.cat(parts) for parts in zip(*(route(rows, experts) for rows in x.split(35)), strict=True)]
+    assert torch.equal(found[0], expected[0])
+    close(found[1], expected[1], torch.float32)
 
 
 def test_parts_may_be_a_view(random):
