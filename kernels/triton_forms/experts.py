@@ -20,7 +20,7 @@ import triton.language as tl
 
 from kernels.triton_forms import mxfp4
 from kernels.triton_forms.mxfp4 import PackedExperts, load_tile, shuffled, shuffled_place, unpack
-from kernels.triton_forms.overlap import LAUNCH, OVERLAPS, after_previous, prefetch, then_let_next_start
+from kernels.triton_forms.overlap import READER_LAUNCH, READERS_OVERLAP, after_previous, prefetch, then_let_next_start
 
 FEW_ROWS = 16
 MOST_ROWS_OF_SMALL_TILES = 256
@@ -155,7 +155,7 @@ def _launch(
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=1 if small else LARGE_WARPS,
         num_stages=1 if small else LARGE_STAGES,
-        **LAUNCH,
+        **READER_LAUNCH,
     )
 
 
@@ -310,7 +310,7 @@ def _experts(
     expert = expert.to(tl.int64)
     first_tile = tl.program_id(0) * (TILE_OUTPUTS // 16)
     if not GATED:
-        if OVERLAPS and exists:
+        if READERS_OVERLAP and exists:
             run = values + ((expert * TILES + first_tile) * STEPS + split * SPAN) * 512
             prefetch(run + tl.minimum(tl.arange(0, LINES) * 128, SPAN * 512 - 128))
         after_previous()

@@ -13,7 +13,14 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from kernels.triton_forms.overlap import LAUNCH, OVERLAPS, prefetch, reader_after_previous, reader_has_read
+from kernels.triton_forms.overlap import (
+    LAUNCH,
+    READER_LAUNCH,
+    READERS_OVERLAP,
+    prefetch,
+    reader_after_previous,
+    reader_has_read,
+)
 from kernels.triton_forms.parts import sum_parts
 
 MOST_ROWS = 64
@@ -26,9 +33,10 @@ WARPS = 4
 # One less is on its way: 7 of 4 KB a program, two programs and more a multiprocessor, where 27 KB hide the latency.
 STAGES, LARGE_STAGES = 8, 5
 # What a program fetches of its weights before it waits for the kernel before it, in KB.
-PREFETCH_KB = 32 if OVERLAPS.value else 0
+PREFETCH_KB = 16 if READERS_OVERLAP.value else 0
 _WIDE = 16384  # outputs of a head
 _LINE = 128  # bytes
+_SMALL = 2**22  # bytes of a weight, read in no time
 
 
 def linear(
@@ -103,7 +111,7 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dt
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
             num_warps=WARPS,
             num_stages=STAGES if tile == TILE_OUTPUTS else LARGE_STAGES,
-            **LAUNCH,
+            **(LAUNCH if weight.nbytes <= _SMALL else READER_LAUNCH),
         )
     return out
 

@@ -61,18 +61,11 @@ def _launch(
             NUM_PARTS=num_parts,
             BLOCK=triton.next_power_of_2(width),
             LINES=_LINES,
-            num_warps=_warps(width),
-            # With 32 the compiler loads three parts at a time. Six are as many as a multiprocessor's bandwidth needs;
-            # more would leave no room beside kernels that still run.
-            maxnreg=40,
+            num_warps=max(1, min(8, triton.next_power_of_2(width) // 256)),
+            maxnreg=168,  # said, so that the compiler does not load in turns to get by with fewer
             **LAUNCH,
         )
     return out
-
-
-def _warps(width: int) -> int:
-    """So many that a thread has four columns: few enough registers that all its loads are on their way together."""
-    return max(1, min(32, triton.next_power_of_2(width) // 128))
 
 
 @triton.jit(do_not_specialize=["rows"])
