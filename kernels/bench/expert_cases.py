@@ -68,7 +68,7 @@ def expert_cases(data: Data) -> Iterator[Case]:
 
     flops = 6.0 * s.top_k * s.hidden * s.intermediate
     yield case("experts", FEW)
-    yield case("experts_batch", (min(64, rows), min(256, rows)))
+    yield case("experts_batch", tuple(dict.fromkeys(min(count, rows) for count in (64, 128, 256, 512))))
     yield case("experts_prefill", prompts, independent=False, flops=lambda rows: flops * rows)
 
 

@@ -23,11 +23,11 @@ from kernels.triton_forms.mxfp4 import PackedExperts, load_tile, shuffled, shuff
 from kernels.triton_forms.overlap import READER_LAUNCH, READERS_OVERLAP, after_previous, prefetch, then_let_next_start
 
 FEW_ROWS = 16
-MOST_ROWS_OF_SMALL_TILES = 256
-SMALL_OUTPUTS, BATCH_OUTPUTS = 16, 32
+MOST_ROWS_OF_SMALL_TILES = 512
+SMALL_OUTPUTS, BATCH_OUTPUTS = 16, 64  # of a tile: with several rows each, more outputs read them less often
 SHORT_TILE, LONG_TILE = 8, 16  # rows of a tile
 MOST_ROWS_OF_SHORT_TILES = 128  # of a batch: of 128 experts each is chosen by four
-UNROLLED = 5  # tiles of inputs that are on their way to a warp
+UNROLLED, BATCH_UNROLLED = 5, 3  # tiles of inputs that are on their way to a warp
 AHEAD = 1  # so many times as many are on their way to the L2 cache
 SPLITS = 3  # spans of the inputs of down: it has half as many outputs as gate and up
 LARGE_TILE, LARGE_OUTPUTS = 128, 256
@@ -119,7 +119,9 @@ def _launch(
     small: bool,
 ) -> None:
     experts, outputs, inputs = weights.shape
-    tile_outputs = LARGE_OUTPUTS if not small else SMALL_OUTPUTS if tiles.order is None else BATCH_OUTPUTS
+    few = tiles.order is None
+    tile_outputs = LARGE_OUTPUTS if not small else SMALL_OUTPUTS if few else BATCH_OUTPUTS
+    unrolled = UNROLLED if few else BATCH_UNROLLED
     steps = inputs // mxfp4.INPUTS
     gate = activation or Activation(1.0, 0.0, 0.0)
     _experts[(triton.cdiv(outputs, tile_outputs), tiles.count, splits)](
@@ -149,7 +151,7 @@ def _launch(
         TILE_OUTPUTS=tile_outputs,
         SMALL=small,
         LINES=triton.next_power_of_2(triton.cdiv(steps, splits) * 4),
-        UNROLLED=UNROLLED if steps % (splits * UNROLLED) == 0 else 1,
+        UNROLLED=unrolled if steps % (splits * unrolled) == 0 else 1,
         AHEAD=0 if triton.knobs.runtime.interpret else AHEAD,
         BF16=x.dtype == torch.bfloat16,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
