@@ -87,8 +87,16 @@ def reader_has_read():
 @triton.jit
 def fetch_ahead(ahead, program, LINES: tl.constexpr):
     """All that one of `programs_ahead` does."""
-    line = program.to(tl.int64) * LINES + tl.arange(0, LINES)
-    prefetch(ahead + line * (1024 // ahead.dtype.element_ty.primitive_bitwidth))
+    # Four lines an instruction, which names what it fetches: of a line that only is named, half may come.
+    piece = (program.to(tl.int64) * (LINES // 4) + tl.arange(0, LINES // 4)) * 512
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], 512; // dummy $0",
+        "=r,l",
+        [ahead.to(tl.int64) + piece],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
     after_previous()
 
 

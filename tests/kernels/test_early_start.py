@@ -42,7 +42,7 @@ def test_what_comes_before_the_wait(mode):
     fetched, kernels = map(json.loads, result.stdout.splitlines()[-2:])
     assert fetched == 4096  # rows of 256 bytes: one megabyte
     _, ahead = kernels.pop()  # whose programs more than rows fetch, and wait for what came before, too
-    assert ahead.count(WAIT) == 2 and "prefetch.global.L2" in ahead
+    assert ahead.count(WAIT) == 2 and "prefetch.L2.global" in ahead
     assert {name for name, _ in kernels} == {
         "_linear",
         "_sum_parts",
