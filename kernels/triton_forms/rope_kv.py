@@ -1,8 +1,12 @@
-"""What lies between the qkv projection and attention, in one pass: a program a row and head.
+"""What lies between the qkv projection and attention, in one pass.
 
 It adds up the projection's partial sums and bias, normalises query and key heads where the model does (Qwen3), turns
 them by their position, and writes keys and values to their place in the paged cache. Every step is rounded where the
 PyTorch form rounds.
+
+Few rows: a program a row and head. Many: a program takes a tile of rows and the heads that share a key head. The
+rows' angles are then read once for all these heads, and keys, whose positions are innermost, are written in runs. What
+is computed of an element is the same, but for the order of a head norm's sum.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from kernels.kv_cache import PAGE_SIZE, LayerCache
 from kernels.triton_forms.overlap import LAUNCH, after_previous, fetch_ahead, programs_ahead
 from kernels.triton_forms.parts import bias_of, sum_parts_of_row
 
+MOST_ROWS_ALONE = 256  # that have programs of their own
+TILE_ROWS, TILE_WARPS = 32, 4
 _LINES = 256  # that a program fetches ahead
 
 
@@ -45,36 +51,39 @@ def rope_and_write(
     if outputs != (num_heads + 2 * kv_heads) * width:
         raise ValueError(f"qkv: expected {(num_heads + 2 * kv_heads) * width} outputs, found {outputs}")
     q = torch.empty(rows, num_heads, width, dtype=cache.keys.dtype, device=parts.device)
-    if rows:
+    tensors = (parts, bias, cos, sin, q_norm, k_norm, positions, sequences, page_tables, q, cache.keys, cache.values)
+    numbers = eps, rows, page_tables.stride(0)
+    sizes = {
+        "NUM_HEADS": num_heads,
+        "NUM_KV_HEADS": kv_heads,
+        "HALF": width // 2,
+        "PAGE": PAGE_SIZE,
+        "NUM_PARTS": num_parts,
+        "BLOCK": triton.next_power_of_2(width // 2),
+    }
+    if rows > MOST_ROWS_ALONE:
+        grid = (kv_heads * triton.cdiv(rows, TILE_ROWS),)
+        _rope_and_write_tile[grid](*tensors, *numbers, **sizes, ROWS=TILE_ROWS, num_warps=TILE_WARPS, **LAUNCH)
+    elif rows:
         # The first row's heads, then the next one's: after them come the programs that fetch ahead.
-        _rope_and_write[(rows * (num_heads + 2 * kv_heads) + programs_ahead(ahead, _LINES),)](
-            parts,
-            bias,
-            cos,
-            sin,
-            q_norm,
-            k_norm,
-            positions,
-            sequences,
-            page_tables,
-            q,
-            cache.keys,
-            cache.values,
-            ahead,
-            eps,
-            rows,
-            page_tables.stride(0),
-            NUM_HEADS=num_heads,
-            NUM_KV_HEADS=kv_heads,
-            HALF=width // 2,
-            PAGE=PAGE_SIZE,
-            NUM_PARTS=num_parts,
-            BLOCK=triton.next_power_of_2(width // 2),
-            LINES=_LINES,
-            num_warps=1,
-            **LAUNCH,
-        )
+        grid = (rows * (num_heads + 2 * kv_heads) + programs_ahead(ahead, _LINES),)
+        _rope_and_write[grid](*tensors, ahead, *numbers, **sizes, LINES=_LINES, num_warps=1, **LAUNCH)
     return q
+
+
+@triton.jit
+def _turned(first, second, c, s, norm, pair, inside, eps, HALF: tl.constexpr):
+    """The two halves of heads, [BLOCK] or [ROWS, BLOCK], normalised where there is a norm, and turned."""
+    dtype = first.dtype
+    x, y = first.to(tl.float32), second.to(tl.float32)
+    if norm is not None:
+        axis: tl.constexpr = len(x.shape) - 1
+        squares = tl.sum(x * x, axis, keep_dims=True) + tl.sum(y * y, axis, keep_dims=True)
+        scale = 1.0 / tl.sqrt(squares / (2 * HALF) + eps)
+        x = x * scale * tl.load(norm + pair, mask=inside, other=0.0).to(tl.float32)
+        y = y * scale * tl.load(norm + HALF + pair, mask=inside, other=0.0).to(tl.float32)
+        x, y = x.to(dtype).to(tl.float32), y.to(dtype).to(tl.float32)
+    return (x * c - y * s).to(dtype), (y * c + x * s).to(dtype)
 
 
 @triton.jit(do_not_specialize=["rows", "table_width"])
@@ -126,16 +135,10 @@ def _rope_and_write(
     first = (sum_parts_of_row(parts, row, rows, width, column, inside, NUM_PARTS) + first_bias).to(dtype)
     second = (sum_parts_of_row(parts, row, rows, width, column + HALF, inside, NUM_PARTS) + second_bias).to(dtype)
     if head < NUM_HEADS + NUM_KV_HEADS:
-        x, y = first.to(tl.float32), second.to(tl.float32)
+        norm = q_norm
         if q_norm is not None:
-            scale = 1.0 / tl.sqrt((tl.sum(x * x, 0) + tl.sum(y * y, 0)) / (2 * HALF) + eps)
-            norm = q_norm
-            if head >= NUM_HEADS:
-                norm = k_norm
-            x = x * scale * tl.load(norm + pair, mask=inside, other=0.0).to(tl.float32)
-            y = y * scale * tl.load(norm + HALF + pair, mask=inside, other=0.0).to(tl.float32)
-            x, y = x.to(dtype).to(tl.float32), y.to(dtype).to(tl.float32)
-        first, second = (x * c - y * s).to(dtype), (y * c + x * s).to(dtype)
+            norm = q_norm if head < NUM_HEADS else k_norm
+        first, second = _turned(first, second, c, s, norm, pair, inside, eps, HALF)
 
     if head < NUM_HEADS:
         place = q + (row.to(tl.int64) * NUM_HEADS + head) * 2 * HALF + pair
@@ -153,3 +156,91 @@ def _rope_and_write(
             place = values + (block * PAGE + offset) * 2 * HALF + pair
             tl.store(place, first, mask=inside)
             tl.store(place + HALF, second, mask=inside)
+
+
+@triton.jit
+def _head_of_rows(
+    parts,
+    bias,
+    row,
+    rows,
+    head,
+    pair,
+    inside,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """The two halves of one head of a tile's rows, [ROWS, BLOCK], summed up and rounded."""
+    column, in_head = head * 2 * HALF + pair, pair < HALF
+    first = sum_parts_of_row(parts, row[:, None], rows, WIDTH, column, inside, NUM_PARTS)
+    second = sum_parts_of_row(parts, row[:, None], rows, WIDTH, column + HALF, inside, NUM_PARTS)
+    first, second = first + bias_of(bias, column, in_head), second + bias_of(bias, column + HALF, in_head)
+    return first.to(dtype), second.to(dtype)
+
+
+@triton.jit(do_not_specialize=["rows", "table_width"])
+def _rope_and_write_tile(
+    parts,
+    bias,
+    cos,
+    sin,
+    q_norm,
+    k_norm,
+    positions,
+    sequences,
+    page_tables,
+    q,
+    keys,
+    values,
+    eps,
+    rows,
+    table_width,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    PAGE: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    SHARING: tl.constexpr = NUM_HEADS // NUM_KV_HEADS  # heads to a key head
+    WIDTH: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * 2 * HALF
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    row = tl.program_id(0) // NUM_KV_HEADS * ROWS + tl.arange(0, ROWS)
+    pair = tl.arange(0, BLOCK)[None, :]
+    exists, in_head = row < rows, pair < HALF
+    inside = exists[:, None] & in_head
+    dtype = keys.dtype.element_ty
+
+    # Loads that depend on each other come before the wait.
+    position = tl.load(positions + row, mask=exists, other=0)
+    sequence = tl.load(sequences + row, mask=exists, other=0).to(tl.int64)
+    angle = position.to(tl.int64)[:, None] * HALF + pair
+    c = tl.load(cos + angle, mask=inside, other=0.0)
+    s = tl.load(sin + angle, mask=inside, other=0.0)
+    page = tl.load(page_tables + sequence * table_width + position // PAGE, mask=exists, other=0).to(tl.int64)
+    block, offset = page * NUM_KV_HEADS + kv_head, position % PAGE
+    after_previous()
+
+    for head in range(kv_head * SHARING, (kv_head + 1) * SHARING):
+        first, second = _head_of_rows(parts, bias, row, rows, head, pair, inside, WIDTH, HALF, NUM_PARTS, dtype)
+        first, second = _turned(first, second, c, s, q_norm, pair, in_head, eps, HALF)
+        place = q + (row.to(tl.int64)[:, None] * NUM_HEADS + head) * 2 * HALF + pair
+        tl.store(place, first, mask=inside)
+        tl.store(place + HALF, second, mask=inside)
+
+    head = NUM_HEADS + kv_head
+    first, second = _head_of_rows(parts, bias, row, rows, head, pair, inside, WIDTH, HALF, NUM_PARTS, dtype)
+    first, second = _turned(first, second, c, s, k_norm, pair, in_head, eps, HALF)
+    # Nothing is known of these places, so that the compiler gives a warp's threads the first dimension: 32 positions.
+    place = keys + (block[:, None] * 2 * HALF + pair) * PAGE + offset[:, None]
+    tl.store(place, first, mask=inside)
+    tl.store(place + HALF * PAGE, second, mask=inside)
+
+    head += NUM_KV_HEADS
+    first, second = _head_of_rows(parts, bias, row, rows, head, pair, inside, WIDTH, HALF, NUM_PARTS, dtype)
+    place = values + (block * PAGE + offset)[:, None] * 2 * HALF + pair
+    tl.store(place, first, mask=inside)
+    tl.store(place + HALF, second, mask=inside)

@@ -9,6 +9,7 @@ from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_torch
 from kernels.rope import RotaryTable, apply_rope
 from kernels.swiglu import swiglu
 from kernels.triton_forms import rms_norm as form
+from kernels.triton_forms import rope_kv
 from kernels.triton_forms.overlap import beginning
 from kernels.triton_forms.rope_kv import rope_and_write
 from tests.kernels.triton_forms.conftest import INTERPRETED, close
@@ -82,6 +83,32 @@ def test_rope_and_write(random, dtype, width, head_norms):
     )  # fmt: skip
     assert torch.equal(alone[0], q[1])
     assert torch.equal(expected.keys[3, ..., 0], found.keys[3, ..., 0])
+
+
+@pytest.mark.parametrize(("width", "head_norms"), [(16, False), (48, True)])
+def test_tiles_of_rows_do_what_rows_alone_do(monkeypatch, random, dtype, width, head_norms):
+    """Two sequences whose chunks begin and end within a page and within a tile."""
+    heads, kv_heads, rows = 4, 2, 40
+    table = RotaryTable({"head_dim": width, "max_position_embeddings": 200}, device=random(1).device)
+    parts, bias = random(2, rows, (heads + 2 * kv_heads) * width), random((heads + 2 * kv_heads) * width)
+    norms = (random(width), random(width)) if head_norms else (None, None)
+    places = [(0, position) for position in range(50, 72)] + [(1, position) for position in range(60, 78)]
+    sequences, positions = torch.tensor(places, device=bias.device).int().T.contiguous()
+    tables = torch.tensor([[2, 0], [1, 3]], device=bias.device).int()
+    results = []
+    for most in (rows, rows - 1):
+        monkeypatch.setattr(rope_kv, "MOST_ROWS_ALONE", most)
+        cache = KVCache(1, 4, kv_heads, width, dtype, bias.device).layers[0]
+        q = rope_and_write(
+            parts, bias, table.cos, table.sin, positions, sequences, tables, cache, heads, *norms, eps=EPS
+        )  # fmt: skip
+        results.append((q, cache.keys, cache.values))
+    for alone, in_tiles in zip(*results, strict=True):
+        assert alone.count_nonzero() > rows * kv_heads * width * 0.9
+        if head_norms:  # whose sums have another order
+            close(in_tiles, alone, dtype)
+        else:
+            assert torch.equal(in_tiles, alone)
 
 
 def test_gate(random, dtype):
