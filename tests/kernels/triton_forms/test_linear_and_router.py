@@ -45,6 +45,13 @@ def test_many_rows_in_float32_are_one_product_on_cuda(monkeypatch, biased):
     assert (found.shape, found.dtype) == ((70, 20), torch.float32)
 
 
+def test_spans_are_as_long_as_each_other_where_they_can_be():
+    assert split_inputs(5120, 2880) == (3, 960)
+    assert split_inputs(2880, 4096) == (4, 1024)
+    assert split_inputs(128, 2880) == (15, 192)
+    assert split_inputs(128, 64 * 17) == (6, 192)  # the last one shorter
+
+
 def test_partial_sums_are_of_fixed_spans(random):
     weight, x = random(40, 520), random(3, 520)
     parts = linear_parts(x, weight)
