@@ -49,7 +49,7 @@ FULL = Sizes(
     sweeps={
         "experts": ("experts", "experts.UNROLLED=3,5", "experts.AHEAD=0,1,2"),
         "experts-tiles": ("experts_prefill", "experts.LARGE_TILE=64,128", "experts.LARGE_OUTPUTS=128,256"),
-        "linear": ("linear", "linear.BLOCK_K=64,128", "linear.STAGES=5,8", "linear.TILE_OUTPUTS=16,32"),
+        "linear": ("linear", "linear.PROGRAMS=352,704", "linear.STAGES=5,8", "linear.TILE_OUTPUTS=32,64"),
         "attention": (
             *("attention_decode", "attention_decode.PAGES_PER_SPLIT=4,8,16", "attention_decode.STAGES=2,3,4"),
         ),
