@@ -114,8 +114,6 @@ class DraftModel:
         from kernels.triton_forms import layer as form
 
         layers: list[FirstLayer | LaterLayer] = [self._first, *self._later]
-        if not all(form.takes(rows, layer.mlp) for layer in layers):
-            return self.head(self.forward(hidden, token_ids, rows, cache))
         norms = [*(layer.attention.norm for layer in self._later), self._norm]
         normed, x = self._first.begin(hidden, self._embed[token_ids])
         for layer, layer_cache, norm in zip(layers, cache.layers, norms, strict=True):

@@ -1,8 +1,8 @@
-"""A decoder layer of few rows in as few kernels as its parts allow: ten or eleven with a mixture of experts.
+"""A decoder layer in as few kernels as its parts allow: ten or eleven of few rows with a mixture of experts.
 
 Projections leave partial sums, which the kernel that comes next adds up, with bias and residual; each half ends in the
-norm that the next half begins with. Nothing waits for the device, and every shape follows from the number of rows, so
-that layers can be captured in a graph.
+norm that the next half begins with. Of many rows the projections are products of the library. Nothing waits for the
+device, and every shape follows from the number of rows, so that layers can be captured in a graph.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from kernels.attention_block import AttentionBlock, Rows
 from kernels.kv_cache import LayerCache
 from kernels.mlp_block import MlpBlock
 from kernels.moe_block import MoeBlock
-from kernels.triton_forms.attention import MOST_CHAIN_ROWS, paged_attention
+from kernels.triton_forms.attention import paged_attention
 from kernels.triton_forms.experts import Activation, moe_parts
 from kernels.triton_forms.gate import swiglu
-from kernels.triton_forms.linear import MOST_ROWS, linear_parts
 from kernels.triton_forms.overlap import beginning
+from kernels.triton_forms.projection import project
 from kernels.triton_forms.rms_norm import add_rms_norm
 from kernels.triton_forms.rope_kv import rope_and_write
 from kernels.triton_forms.router import choose_experts
@@ -27,13 +27,9 @@ from kernels.triton_forms.router import choose_experts
 OUTPUT_AHEAD, NEXT_AHEAD = 0, 0
 
 
-def takes(rows: Rows, feed_forward: MlpBlock | MoeBlock) -> bool:
-    """Whether these rows, all of chains and few, go through `decoder_layer`."""
-    count = rows.positions.shape[0]
-    chain_rows = rows.num_chain_rows
-    are_chains = count <= MOST_CHAIN_ROWS if chain_rows is None else count == chain_rows
-    fits = isinstance(feed_forward, MlpBlock) or feed_forward.experts.packed is not None
-    return are_chains and count <= MOST_ROWS and fits
+def takes(feed_forward: MlpBlock | MoeBlock) -> bool:
+    """Whether a layer with this half goes through `decoder_layer`: experts need a form of theirs."""
+    return isinstance(feed_forward, MlpBlock) or feed_forward.experts.packed is not None
 
 
 def decoder_layer(
@@ -51,18 +47,22 @@ def decoder_layer(
 
     next_norm, next_eps: of the norm that follows the layer; next_weight: of the linear layer after that.
     """
-    parts = attention_parts(normed, attention, rows, cache)
+    parts, bias = _attention_parts(normed, attention, rows, cache)
     ahead = beginning(next_weight, NEXT_AHEAD)
-    normed, x = add_rms_norm(parts, x, feed_forward.norm, feed_forward.eps, attention.output.bias, ahead)
+    normed, x = add_rms_norm(parts, x, feed_forward.norm, feed_forward.eps, bias, ahead)
     parts, bias = _feed_forward_parts(normed, feed_forward)
     return add_rms_norm(parts, x, next_norm, next_eps, bias)
 
 
-def attention_parts(inputs: torch.Tensor, block: AttentionBlock, rows: Rows, cache: LayerCache) -> torch.Tensor:
-    """Partial sums of the attention half's output, without its bias; keys and values of inputs [T, K] are stored."""
+def _attention_parts(
+    inputs: torch.Tensor, block: AttentionBlock, rows: Rows, cache: LayerCache
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Partial sums of the attention half's output, and the bias that is still to be added.
+
+    Keys and values of inputs [T, K] are stored.
+    """
     q = rope_and_write(
-        linear_parts(inputs, block.qkv.weight),
-        block.qkv.bias,
+        *project(inputs, block.qkv),
         block.rotary.cos,
         block.rotary.sin,
         rows.positions,
@@ -85,20 +85,19 @@ def attention_parts(inputs: torch.Tensor, block: AttentionBlock, rows: Rows, cac
         block.window,
         block.sinks,
         rows.first_positions,
-        q.shape[0],
+        rows.num_chain_rows,
     )
-    return linear_parts(attended.flatten(1), block.output.weight)
+    return project(attended.flatten(1), block.output)
 
 
 def _feed_forward_parts(normed: torch.Tensor, block: MlpBlock | MoeBlock) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Partial sums of the feed-forward half's output, and the bias that is still to be added."""
+    """The same of the feed-forward half."""
     if isinstance(block, MlpBlock):
-        gated = swiglu(linear_parts(normed, block.gate_up.weight), block.gate_up.bias, normed.dtype)
-        return linear_parts(gated, block.down.weight), block.down.bias
+        return project(swiglu(*project(normed, block.gate_up), normed.dtype), block.down)
     experts = block.experts
     if experts.packed is None:
         raise ValueError("experts: expected MXFP4 with an even number of blocks in a row")
-    logits = linear_parts(normed, experts.router.weight)
-    ids, shares = choose_experts(logits, experts.router.bias, experts.top_k, experts.normalize)
+    logits = project(normed, experts.router, torch.float32)
+    ids, shares = choose_experts(*logits, experts.top_k, experts.normalize)
     activation = Activation(experts.alpha, experts.limit, experts.offset)
     return moe_parts(normed, ids, shares, *experts.packed, activation), None

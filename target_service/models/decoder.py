@@ -125,7 +125,7 @@ class Model:
     ) -> ForwardOutput:
         from kernels.triton_forms import layer as form
 
-        if not all(form.takes(rows, layer.feed_forward) for layer in self._layers):
+        if not all(form.takes(layer.feed_forward) for layer in self._layers):
             return self._forward(x, rows, kv_cache, boundaries)
         last, eps = self.config.num_layers, self.config.rms_norm_eps
         norms = [*(layer.attention.norm for layer in self._layers[1:]), self._norm]

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kernels import native
-from kernels.triton_forms import layer
+from kernels.triton_forms import layer, linear, projection
 from outrider.checkpoint import CheckpointError
 from target_service.models import ForwardBatch, load_model
 from tests.kernels.triton_forms.conftest import INTERPRETED
@@ -71,8 +71,20 @@ def test_prompt_and_chain(monkeypatch, family):
     chain = sequence.run((PROMPT, PROMPT + CHAIN), chain_rows=CHAIN)
     alone = [sequence.run((p, p + 1), chain_rows=1)[0] for p in (PROMPT, PROMPT + CHAIN - 1)]
     assert torch.equal(torch.stack(alone), chain[[0, -1]])
-    assert len(layers) == 3 * SMALL["num_hidden_layers"]
+    assert len(layers) == 4 * SMALL["num_hidden_layers"]
     torch.testing.assert_close(torch.cat((prompt, chain)), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", WRITERS)
+def test_many_rows_take_the_librarys_products(monkeypatch, family):
+    rows = 5
+    with native.form("torch"):
+        expected = Sequence(load(family, "torch")).run((0, rows), chain_rows=0)
+    for file in (linear, projection):
+        monkeypatch.setattr(file, "MOST_ROWS", rows - 1)
+    monkeypatch.setattr(linear, "_launch", None)
+    found = Sequence(load(family)).run((0, rows), chain_rows=0)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_experts_are_laid_out_as_they_are_loaded():
