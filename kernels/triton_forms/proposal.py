@@ -14,7 +14,7 @@ from kernels.triton_forms.noise import gumbel_noise_of
 from kernels.triton_forms.overlap import LAUNCH, after_previous
 from kernels.triton_forms.sampling import largest_of_block
 
-_BLOCK = 2048
+_BLOCK = 256  # a draft's 32,000 tokens, two logarithms each: one for each multiprocessor
 
 
 def propose(

@@ -16,7 +16,7 @@ from kernels.triton_forms.noise import gumbel_noise
 from kernels.triton_forms.nucleus import find_borders
 from kernels.triton_forms.overlap import LAUNCH, after_previous
 
-_BLOCK = 2048
+_BLOCK = 1024
 
 
 def choose(logits: torch.Tensor, params: RowParams) -> torch.Tensor:
