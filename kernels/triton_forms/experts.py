@@ -21,6 +21,7 @@ import triton.language as tl
 from kernels.triton_forms import mxfp4
 from kernels.triton_forms.mxfp4 import PackedExperts, load_tile, shuffled, shuffled_place, unpack
 from kernels.triton_forms.overlap import READER_LAUNCH, READERS_OVERLAP, after_previous, prefetch, then_let_next_start
+from kernels.triton_forms.pairs import sort_pairs
 
 FEW_ROWS = 16
 MOST_ROWS_OF_SMALL_TILES = 512
@@ -100,11 +101,7 @@ def _tiles(ids: torch.Tensor, experts: int, tile_rows: int) -> _Tiles:
     pairs = ids.numel()
     if ids.shape[0] <= FEW_ROWS:
         return _Tiles(tile_rows, pairs)
-    flat = ids.flatten()
-    counts = torch.zeros(experts, dtype=torch.int64, device=ids.device).scatter_add_(0, flat, torch.ones_like(flat))
-    tile_ends = torch.div(counts + tile_rows - 1, tile_rows, rounding_mode="floor").cumsum(0)
-    order = flat.argsort(stable=True)
-    return _Tiles(tile_rows, min(pairs, pairs // tile_rows + experts), order, counts.cumsum(0), tile_ends)
+    return _Tiles(tile_rows, min(pairs, pairs // tile_rows + experts), *sort_pairs(ids, experts, tile_rows))
 
 
 def _launch(
