@@ -1,9 +1,17 @@
 """Linear layers of few rows: bound by reading the weight, which every program does once, a tile of outputs each.
 
-The splits of the inputs follow from the weight's shape alone, and a tile has sixteen rows whether they are there or
-not, or thirty-two that go through the same instructions in the same order, so a row's bits are its own. With more rows
-more tiles read the same weight, at once, out of the L2 cache, and every tile of outputs reads the rows: both tiles are
-larger then. From MOST_ROWS on the library's product is faster, and its bits are not those of few rows.
+A program is one warp. The weight is the left operand, the rows are the right one, and both go from memory straight
+into the registers that mma.m16n8k16 takes them from: lane 4 g + t has outputs g and g + 8, or row g, and inputs 2 t,
+2 t + 1, 2 t + 8 and 2 t + 9 of sixteen. In which order inputs are added up is free, and chosen such that lane t has
+8 t .. 8 t + 7 of 64 inputs, and the same of their second half: two loads of 16 bytes.
+
+The splits of the inputs follow from the weight's shape alone, and every number of rows goes through the same
+instructions in the same order, so a row's bits are its own. From MOST_ROWS on the library's product is faster, and its
+bits are not those of few rows.
+
+Heads, and inputs that cannot be split evenly, go through shared memory instead, in tiles of 16 rows whether they are
+there or not, or of 32. With more rows more tiles read the same weight, at once, out of the L2 cache, and every tile of
+outputs reads the rows: both are larger then.
 """
 
 from __future__ import annotations
@@ -24,13 +32,20 @@ from kernels.triton_forms.overlap import (
 from kernels.triton_forms.parts import sum_parts
 
 MOST_ROWS = 64
-TILE_ROWS, MANY_TILE_ROWS = 16, 32  # with 64 the compiler would take other instructions
-TILE_OUTPUTS, MANY_TILE_OUTPUTS, WIDE_TILE_OUTPUTS = 32, 64, 128
-BLOCK_K = 64
-# At least so many, of an H200's 132 multiprocessors; a constant, since the splits follow from it. A program takes about
-# 0.25 us for its 4 KB a turn, whatever is on its way: fewer than three a multiprocessor do not fill the bandwidth.
+BLOCK_K = 64  # inputs of a step
+# At least so many tiles' programs; a constant, since the splits follow from it. Through shared memory one takes about
+# 0.25 us for its 4 KB a step, and fewer than three on each of an H200's 132 multiprocessors do not fill the bandwidth.
 PROGRAMS = 352
 MOST_SPLITS = 16
+BY_WARPS = 1  # 0: everything goes through shared memory
+WARP_OUTPUTS, MANY_WARP_OUTPUTS = 16, 16
+MANY_ROWS, MOST_WARP_ROWS = 33, 64
+UNROLLED = 16  # steps whose loads may be under way at once
+REGISTERS = 255  # at most. Nothing said, the compiler takes 72 of 8 rows, for 8 loads at once; so 128, for 24
+# Steps that are fetched into the L2 cache at the start, 0 or a power of two; those before them are loaded at once.
+AHEAD, AT_ONCE = (16, 0) if READERS_OVERLAP.value else (8, 4)
+TILE_ROWS, MANY_TILE_ROWS = 16, 32  # with 64 the compiler would take other instructions
+TILE_OUTPUTS, MANY_TILE_OUTPUTS, WIDE_TILE_OUTPUTS = 32, 64, 128
 WARPS = 4
 # One less is on its way: 7 of 4 KB a program, two programs and more a multiprocessor, where 27 KB hide the latency.
 STAGES, LARGE_STAGES = 8, 5
@@ -93,36 +108,141 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dt
     outputs = weight.shape[0]
     if weight.shape[1] != inputs or not weight.is_contiguous():
         raise ValueError(f"linear: expected a contiguous weight [N, {inputs}], found {list(weight.shape)}")
-    (splits, span), tile = split_inputs(outputs, inputs), _tile_outputs(outputs)
-    tile_rows = TILE_ROWS
-    if rows > TILE_ROWS:
-        tile_rows, tile = MANY_TILE_ROWS, max(tile, MANY_TILE_OUTPUTS)
+    splits, span = split_inputs(outputs, inputs)
     out = torch.empty(splits, rows, outputs, dtype=dtype, device=x.device)
     if rows:
-        _linear[(triton.cdiv(rows, tile_rows), triton.cdiv(outputs, tile), splits)](
-            x,
-            weight,
-            bias,
-            out,
-            rows,
-            outputs,
-            INPUTS=inputs,
-            SPAN=span,
-            EVEN=splits * span == inputs,
-            BLOCK_M=tile_rows,
-            BLOCK_N=tile,
-            BLOCK_K=BLOCK_K,
-            LINES=_lines_ahead(tile, span, weight.element_size()),
-            PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-            num_warps=WARPS,
-            num_stages=STAGES if tile == TILE_OUTPUTS else LARGE_STAGES,
-            **(LAUNCH if weight.nbytes <= _SMALL else READER_LAUNCH),
-        )
+        by_warps = BY_WARPS and outputs < _WIDE and splits * span == inputs
+        launch = _launch_warps if by_warps else _launch_tiles
+        launch(x, weight, bias, out, span, "ieee" if x.dtype == torch.float32 else "tf32")
     return out
+
+
+def _options(weight: torch.Tensor) -> dict[str, bool]:
+    return LAUNCH if weight.nbytes <= _SMALL else READER_LAUNCH
+
+
+def _launch_warps(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, span: int, precision: str
+) -> None:
+    (splits, rows, outputs), steps = out.shape, span // BLOCK_K
+    most_rows, unrolled = MOST_WARP_ROWS, max(count for count in range(1, UNROLLED + 1) if steps % count == 0)
+    if x.dtype == torch.float32:  # without matrix units, and registers for more
+        most_rows, unrolled = 16, 1
+    tile_rows = min(max(8, triton.next_power_of_2(rows)), most_rows)
+    tile = WARP_OUTPUTS if rows < MANY_ROWS else MANY_WARP_OUTPUTS
+    _linear[(splits, triton.cdiv(rows, tile_rows), triton.cdiv(outputs, tile))](
+        x,
+        weight,
+        bias,
+        out,
+        rows,
+        outputs,
+        INPUTS=weight.shape[1],
+        SPAN=span,
+        STEP=BLOCK_K,
+        TILE_ROWS=tile_rows,
+        TILE_OUTPUTS=tile,
+        UNROLLED=unrolled,
+        AHEAD=0 if triton.knobs.runtime.interpret or steps <= AT_ONCE else AHEAD,
+        AT_ONCE=AT_ONCE,
+        PRECISION=precision,
+        num_warps=1,
+        num_stages=1,
+        maxnreg=REGISTERS,
+        **_options(weight),
+    )
+
+
+def _launch_tiles(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, span: int, precision: str
+) -> None:
+    (splits, rows, outputs), inputs = out.shape, weight.shape[1]
+    tile_rows, tile = TILE_ROWS, _tile_outputs(outputs)
+    if rows > TILE_ROWS:
+        tile_rows, tile = MANY_TILE_ROWS, max(tile, MANY_TILE_OUTPUTS)
+    _linear_by_tiles[(triton.cdiv(rows, tile_rows), triton.cdiv(outputs, tile), splits)](
+        x,
+        weight,
+        bias,
+        out,
+        rows,
+        outputs,
+        INPUTS=inputs,
+        SPAN=span,
+        EVEN=splits * span == inputs,
+        BLOCK_M=tile_rows,
+        BLOCK_N=tile,
+        BLOCK_K=BLOCK_K,
+        LINES=_lines_ahead(tile, span, weight.element_size()),
+        PRECISION=precision,
+        num_warps=WARPS,
+        num_stages=STAGES if tile == TILE_OUTPUTS else LARGE_STAGES,
+        **_options(weight),
+    )
+
+
+@triton.jit
+def _as_fragments(loaded, dtype: tl.constexpr):
+    """[N, 64], inputs in their order of being added up, of [t, N, half, 8]: the same registers by other names."""
+    pairs = loaded.to(dtype).reshape(4, loaded.shape[1], 2, 4, 2)
+    return pairs.permute(1, 3, 2, 0, 4).reshape(loaded.shape[1], 64)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear(
+    x,
+    weight,
+    bias,
+    out,
+    rows,
+    outputs,
+    INPUTS: tl.constexpr,
+    SPAN: tl.constexpr,
+    STEP: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_OUTPUTS: tl.constexpr,
+    UNROLLED: tl.constexpr,
+    AHEAD: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # Programs of one multiprocessor, 132 apart, have the same split of the rows, and find it in its cache.
+    split = tl.program_id(0)
+    row = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    output = tl.program_id(2) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
+    # Rows and outputs that are not there are the last once more: nobody stores what becomes of them.
+    of_row = tl.minimum(row, rows - 1) * INPUTS + split * SPAN
+    of_output = tl.minimum(output, outputs - 1) * INPUTS + split * SPAN
+    if AHEAD > 0:
+        # By half lines: of a line that only is named, half may come.
+        ahead = tl.minimum(AT_ONCE * STEP + tl.arange(0, 2 * AHEAD) * (STEP // 2), SPAN - STEP // 2)
+        prefetch(weight + (of_output[:, None] + ahead[None, :]))
+    reader_after_previous()
+    # [t, row or output, half, one of eight]: in this order of dimensions a thread loads what it multiplies with.
+    of_lane = tl.arange(0, 4)[:, None, None, None] * 8 + tl.arange(0, 2)[None, None, :, None] * 32
+    of_lane += tl.arange(0, 8)[None, None, None, :]
+    x_places = x + (of_row[None, :, None, None] + of_lane)
+    weight_places = weight + (of_output[None, :, None, None] + of_lane)
+    acc = tl.zeros((TILE_OUTPUTS, TILE_ROWS), tl.float32)
+    for first in range(0, SPAN, UNROLLED * STEP):
+        weights, columns = (), ()
+        for one in tl.static_range(UNROLLED):
+            place = first + one * STEP
+            weights += (tl.load(weight_places + place, eviction_policy="evict_first"),)  # type: ignore[assignment]
+            columns += (tl.load(x_places + place),)  # type: ignore[assignment]
+        for one in tl.static_range(UNROLLED):
+            left = _as_fragments(weights[one], x.dtype.element_ty)
+            right = _as_fragments(columns[one], x.dtype.element_ty)
+            acc = tl.dot(left, tl.trans(right), acc, input_precision=PRECISION)
+    reader_has_read()
+    if bias is not None:
+        acc += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
+    place = (split * rows + row[None, :]) * outputs + output[:, None]
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=(row[None, :] < rows) & (output[:, None] < outputs))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear_by_tiles(
     x,
     weight,
     bias,

@@ -26,6 +26,21 @@ def test_values_and_bits(random, dtype, outputs, inputs):
             assert torch.equal(linear(x[rows], packed, out_dtype=out_dtype), together[rows])
 
 
+def test_bits_depend_on_no_tile(random, dtype, monkeypatch):
+    weight, x = (random(70, 512) / 20).to(dtype), random(60, 512).to(dtype)
+    monkeypatch.setattr(form, "MOST_SPLITS", 2)
+    expected = linear_parts(x, weight)
+    assert expected.shape == (2, 60, 70)
+    close(expected.sum(0), x.float() @ weight.float().T, dtype)
+    for name, value in {"MANY_WARP_OUTPUTS": 32, "MOST_WARP_ROWS": 32, "UNROLLED": 2, "AHEAD": 0}.items():
+        assert getattr(form, name) != value
+        monkeypatch.setattr(form, name, value)
+        assert torch.equal(linear_parts(x, weight), expected)
+    assert torch.equal(linear_parts(x[50:], weight), expected[:, 50:])
+    monkeypatch.setattr(form, "BY_WARPS", 0)
+    close(linear_parts(x, weight), expected, torch.float32)
+
+
 def test_many_rows(random, dtype):
     weight, x = (random(20, 64) / 8).to(dtype), random(70, 64).to(dtype)
     expected = x.float() @ weight.float().T
