@@ -43,7 +43,7 @@ def test_kernels_compile_without_a_device():
     assert result.returncode == 0, result.stdout + result.stderr
     assert "_attend_split" in result.stdout
     assert "wgmma" in result.stdout
-    assert result.stdout.count("_experts:") == 2
+    assert result.stdout.count("_experts:") >= 2
     assert "set up early" not in result.stdout
     result = run("-m", "kernels.bench", "--compile", "--only", "router", OUTRIDER_PDL="1")
     assert "_choose_experts" in result.stdout and "set up early" in result.stdout, result.stdout + result.stderr
