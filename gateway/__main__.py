@@ -62,7 +62,7 @@ def gateway(
         ),
     ] = None,
     pair_rounds: Annotated[
-        bool, typer.Option(help="Let a target and the draft attached to it run rounds by themselves.")
+        bool, typer.Option(help="Let a target, and the draft attached to it, run rounds by themselves.")
     ] = True,
     recover_within: Annotated[
         float, typer.Option(min=0, help="Seconds to look for a target that continues a lost request.")

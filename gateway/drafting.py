@@ -38,7 +38,7 @@ class Drafting:
         self._sequence: DraftSequence | None = None
         self._announced: DraftSequence | None = None  # for which the target emits hidden states
         self._grant = PairGrant()
-        self.pair_continues = False  # target and draft have begun the next round by themselves
+        self.pair_continues = False  # target and draft, or the target alone, have begun the next round by themselves
         self._counted: SpeculationMetrics | None = None  # of the draft that the request was counted for last
         self._refused: dict[Draft, float] = {}  # drafts that refused a sequence, and until when they are let be
 
@@ -69,21 +69,25 @@ class Drafting:
     def grant(self, chain: Chain, aux: AuxRequest | None) -> GrantRounds | None:
         """Lets the pair go on by itself after a chain: a draft that has just answered in time, and is asked again.
 
-        Else what the target may still hold, having got it after its last round, is revoked.
+        Where no chain is ever wanted, the target alone. Else what the target may still hold, having got it after its
+        last round, is revoked.
         """
-        if not chain.token_ids or aux is not None:
+        if self._limit and (not chain.token_ids or aux is not None):
             return self._grant.revoke()
         self._grant.ended()
         return self._next_grant()
 
     def regrant(self) -> GrantRounds | None:
         """What the pair is told while it goes on by itself: that it may go further, or no further."""
-        if self._sequence is None or not self._sequence.open or self._draft is None or not self._draft.serving:
+        sequence, draft = self._sequence, self._draft
+        if self._limit and (sequence is None or not sequence.open or draft is None or not draft.serving):
             return self._grant.revoke()
         return self._next_grant()
 
     def pair_chain(self, advanced: Advanced) -> Chain:
-        """The chain of a round that the pair began by itself; empty where the draft was late or lost."""
+        """The chain of a round that the pair began by itself; empty where the draft was late or lost, or unwanted."""
+        if self._limit == 0:
+            return NO_CHAIN
         assert self._sequence is not None and self._draft is not None
         pair_round = advanced.pair_round
         self._sequence.took_pair_round(pair_round)
@@ -172,9 +176,13 @@ class Drafting:
         self._sequence = draft.session.open(command)
 
     def _next_grant(self) -> GrantRounds | None:
-        assert self._draft is not None and self._sequence is not None
         length = len(self._request.tokens)
-        return self._grant.next(self._draft, self._sequence, length, self._limit, length + self._request.room)
+        end = length + self._request.room
+        if self._limit == 0:
+            assert self._target is not None
+            return self._grant.next_alone(self._target, length, end)
+        assert self._draft is not None and self._sequence is not None
+        return self._grant.next(self._draft, self._sequence, length, self._limit, end)
 
     def _let_be(self) -> list[Draft]:
         """Drafts that are not asked again yet."""

@@ -112,7 +112,9 @@ class Fleet:
     def _target(self, target: Target | None, pair: Pair) -> Target:
         """The target of a pair, with the pair's drafts and no others."""
         if target is None:
-            target = Target(pair.target, self._to_targets, self._metrics, self._change, self._allow_synthetic)
+            target = Target(
+                pair.target, self._to_targets, self._metrics, self._draft_use, self._change, self._allow_synthetic
+            )
             target.start()
         known = {draft.address: draft for draft in target.drafts}
         target.drafts = [self._draft(known.pop(share.address, None), share, target) for share in pair.drafts]

@@ -96,6 +96,9 @@ class GatewayMetrics:
             _DRAFT,
             STEP_BUCKETS,
         )
+        self.target_rounds = counter(
+            "target_rounds", "Steps of requests without speculation that their target made by itself.", _MODEL
+        )
         self.draft_requests = counter("draft_requests", "Requests that a draft began to propose for.", _DRAFT)
         self.recoveries = counter("request_recoveries", "Sequences that their target lost.", [*_MODEL, "reason"])
         self.requests_running = gauge("num_requests_running", "Requests that a target works on.", _MODEL)
@@ -143,6 +146,7 @@ class ModelMetrics:
         self._draft_unavailable = families.fallbacks.labels(name, NO_DRAFT, "draft_unavailable")
         self._plain_step = families.decode_step.labels(name, NO_DRAFT)
         self._kv_cache_usage = families.kv_cache_usage.labels(name)
+        self.target_rounds = families.target_rounds.labels(name)
         self.prompt_tokens = families.prompt_tokens.labels(name)
         self.generation_tokens = families.generation_tokens.labels(name)
         self.time_to_first_token = families.time_to_first_token.labels(name)

@@ -15,6 +15,7 @@ from gateway.pairing import DraftShare
 from gateway.peers import INFO_SECONDS, Peer
 from gateway.target_session import LOST, OpenSequence, SequenceLost, TargetSequence, TargetSession
 from gateway.tokenizer import ModelTokenizer
+from outrider.features import TARGET_ROUNDS
 from outrider.security import ClientSecurity
 from outrider.tokenizer_files import fetch_tokenizer
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
@@ -116,10 +117,12 @@ class Target(Peer):
         address: str,
         security: ClientSecurity,
         metrics: GatewayMetrics,
+        use: DraftUse,
         on_change: Callable[[], None],
         allow_synthetic: bool = False,
     ) -> None:
         super().__init__(address, security, on_change)
+        self._use = use
         self._allow_synthetic = allow_synthetic
         self._gateway_metrics = metrics
         self._stub = target_pb2_grpc.TargetServiceStub(self.channel)
@@ -135,6 +138,11 @@ class Target(Peer):
     def num_sequences(self) -> int:
         """Sequences of this gateway on it."""
         return len(self.session.sequences) if self.session else 0
+
+    @property
+    def runs_rounds(self) -> bool:
+        """Whether it may make steps without a chain by itself."""
+        return self._use.pair_rounds and TARGET_ROUNDS in self.info.features
 
     def open(self, command: OpenSequence) -> TargetSequence:
         """Opens a sequence. Raises SequenceLost where the session broke since the target was chosen."""

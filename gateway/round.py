@@ -83,7 +83,7 @@ async def run_round(request: Request, sequence: TargetSequence, drafting: Drafti
 
 
 async def hear_of_round(request: Request, sequence: TargetSequence, drafting: Drafting) -> None:
-    """One round that target and draft run by themselves: say how far they may go, hear of it, tell the client."""
+    """One round that target and draft, or the target alone, run: say how far, hear of it, tell the client."""
     if (grant := drafting.regrant()) is not None:
         sequence.grant(grant)
     begun = sequence.event_time
@@ -102,6 +102,8 @@ def count_round(
     """Takes a round into the metrics, while the next one is under way."""
     if chain.metrics is not None:
         chain.metrics.count_round(len(chain.token_ids), num_accepted, event.advanced.HasField("pair_round"))
+    elif event.advanced.HasField("pair_round"):
+        request.metrics.target_rounds.inc()
     request.metrics.time_round(chain, event, times)
 
 

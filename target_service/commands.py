@@ -61,7 +61,7 @@ class Open:
 
 @dataclass(slots=True)
 class Advance:
-    """Verifies a chain; `aux` None keeps what was asked for before. `pair_round` is there for the pair's own."""
+    """Verifies a chain; `aux` None keeps what was asked for before. `pair_round` is there where no caller sent it."""
 
     session: Session
     sequence_id: int
@@ -73,7 +73,10 @@ class Advance:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Lets the pair run rounds by itself while the sequence is shorter than `until_length`; `timeout` in seconds."""
+    """Lets the pair run rounds by itself while the sequence is shorter than `until_length`; `timeout` in seconds.
+
+    Without a draft's id: lets the target make steps without a chain.
+    """
 
     session: Session
     sequence_id: int

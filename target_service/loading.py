@@ -19,6 +19,7 @@ from outrider import cuda_memory
 from outrider.checkpoint import Checkpoint
 from outrider.devices import choose_device, use_device
 from outrider.engine_thread import EngineThread
+from outrider.features import TARGET_ROUNDS
 from outrider.settings import parse_bytes
 from outrider.v1 import target_pb2
 from target_service.attach import Buffers
@@ -76,7 +77,7 @@ def load_target(settings: Settings, instance_id: str, metrics: TargetMetrics, de
     thread: EngineThread[Command] = EngineThread(engine, "engine", partial(use_device, device))
     info = _info(settings, instance_id, model, limits, num_pages * KVCache.page_size)
     info.transports.extend(buffers.transports)
-    info.features.extend(buffers.features)
+    info.features.extend([TARGET_ROUNDS, *buffers.features])
     info.weights_fingerprint = weights.fingerprint
     info.tokenizer_sha256, info.vocabulary_sha256 = tokenizer.sha256, tokenizer.vocabulary_sha256
     log.info(

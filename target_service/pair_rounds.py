@@ -1,7 +1,8 @@
 """Rounds that a pair runs by itself: the target asks the draft for the next chain, and verifies it when it comes.
 
 What the gateway would pass on goes from engine to engine instead, in the same messages; the gateway hears of every
-round as it ends, and its grant says how far the pair may go. Engine's thread only.
+round as it ends, and its grant says how far the pair may go. Under a grant that names no draft the target makes steps
+without a chain, one after the other. Engine's thread only.
 """
 
 from __future__ import annotations
@@ -92,12 +93,14 @@ class PairRounds:
     def hand_over(self, sequence: Sequence, rows: Rows | None, token_ids: list[int]) -> bool:
         """Asks the draft for the chain that follows `token_ids`, which were just emitted, with their rows.
 
-        False where it is the caller's to do: no grant or its end, rows that travel inline, no draft, no room for a
-        chain.
+        Without a draft the next step is due at once. False where it is the caller's to do: no grant or its end, rows
+        that travel inline or that nobody is there for, no draft of that name, no room for a chain.
         """
         grant = sequence.grant
         if grant is None or sequence.length >= grant.until_length:
             return False
+        if not grant.draft_instance_id:
+            return rows is None and _step_alone(sequence)
         if rows is None or isinstance(rows.tensor, torch.Tensor):
             return False
         if sequence.aux.draft_instance_id != grant.draft_instance_id:
@@ -200,3 +203,10 @@ class PairRounds:
         sequence.wait, sequence.num_late, sequence.num_cut = None, 0, 0
         self._waiting.discard(sequence)
         return Advance(*sequence.key, chain, None, now, pair_round)
+
+
+def _step_alone(sequence: Sequence) -> bool:
+    """Gives a sequence the command for a step without a chain, which its caller need not send."""
+    sequence.advance = Advance(*sequence.key, [], None, time.monotonic(), PairRound())
+    sequence.idle_since = None
+    return True

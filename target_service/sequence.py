@@ -39,7 +39,7 @@ class Sequence:
     # How many of the pages stand in the page tables.
     tabled_pages: int = 0
     advance: Advance | None = None
-    # How far its target and draft may go by themselves, and the chain that they wait for.
+    # How far its target and draft, or its target alone, may go by themselves, and the chain that they wait for.
     grant: Grant | None = None
     wait: Wait | None = None
     # Proposed tokens that came to nothing since the last round: late, and cut off.

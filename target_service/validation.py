@@ -71,8 +71,9 @@ class CommandReader:
         return Advance(session, sequence_id, chain, aux, time.monotonic())
 
     def _grant(self, session: Session, sequence_id: int, message: _Command.GrantRounds) -> Grant:
-        if message.until_length and not (message.draft_instance_id and message.link_id):
-            raise InvalidArgument("grant", "expected draft_instance_id and link_id, found none")
+        if message.until_length and bool(message.draft_instance_id) != bool(message.link_id):
+            missing = "link_id" if message.draft_instance_id else "draft_instance_id"
+            raise InvalidArgument("grant", f"expected draft_instance_id and link_id, or neither, found no {missing}")
         return Grant(
             session,
             sequence_id,

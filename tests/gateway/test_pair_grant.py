@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.draft_session import Chain, DraftSequence
-from gateway.drafting import Drafting
+from gateway.drafting import NO_CHAIN, Drafting
 from gateway.pair_grant import GRANT_TOKENS, PairGrant
 from outrider.v1 import common_pb2, draft_pb2, target_pb2
 
@@ -94,3 +94,30 @@ def test_any_time_out_fits_a_grant(seconds: float, microseconds: int) -> None:
     sequence = draft.session.open(draft_pb2.DraftCommand.OpenDraft(link_id=5))
     grant = PairGrant().next(draft, sequence, 3, 4, 100)
     assert grant is not None and grant.timeout_us == microseconds and grant.until_length == 3 + GRANT_TOKENS
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_without_speculation_the_target_is_let_go_on_alone_and_told_so_again_past_half_the_way(able: bool) -> None:
+    begun = Begun()
+    begun.request.admitted.draft_tokens = 0
+    drafting = Drafting(begun.request)
+    target: Any = SimpleNamespace(runs_rounds=able)
+    assert drafting.begin(target) is None
+    given = [drafting.grant(NO_CHAIN, drafting.aux_change())]
+    half = GRANT_TOKENS // 2
+    for _ in range(half + 1):
+        begun.request.tokens.append(7)
+        given.append(drafting.regrant())
+    expected = {0: 3 + GRANT_TOKENS, half + 1: 3 + half + 1 + GRANT_TOKENS} if able else {}
+    assert {place: grant for place, grant in enumerate(given) if grant is not None} == {
+        place: target_pb2.TargetCommand.GrantRounds(until_length=until) for place, until in expected.items()
+    }
+
+
+def test_one_that_wants_a_draft_and_has_none_is_not_let_go_on_alone() -> None:
+    begun = Begun()
+    begun.drafts[0].serving = begun.drafts[1].serving = False
+    target: Any = SimpleNamespace(runs_rounds=True, choose_draft=lambda *_, **__: None, info=None)
+    drafting = Drafting(begun.request)
+    drafting.begin(target)
+    assert drafting.grant(NO_CHAIN, drafting.aux_change()) is None and drafting.regrant() is None

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer
 
 from outrider.checkpoint import Checkpoint
+from outrider.features import TARGET_ROUNDS
 from outrider.pair_socket import FEATURE
 from outrider.tensors import DTYPES
 from outrider.v1 import target_pb2
@@ -62,7 +63,7 @@ async def test_info_says_what_the_checkpoint_says(client, checkpoint):
     assert info.max_sequence_length == 2048
     assert info.kv_cache_tokens >= info.max_sequence_length + info.max_draft_tokens
     assert len(info.instance_id) == 32 and len(info.weights_fingerprint) == 64
-    assert not info.synthetic and list(info.features) == [FEATURE]
+    assert not info.synthetic and list(info.features) == [TARGET_ROUNDS, FEATURE]
 
 
 @pytest.mark.parametrize(("tensor", "name"), [(EMBEDDING, "model.embed_tokens.weight"), (HEAD, "lm_head.weight")])
