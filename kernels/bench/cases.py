@@ -102,13 +102,23 @@ def norm_cases(data: Data) -> Iterator[Case]:
 
 
 def rope_cases(data: Data) -> Iterator[Case]:
-    """RoPE and the write into the cache."""
+    """RoPE and the write into the cache: of a chain's partial sums, and of a prompt's chunk."""
+    yield _rope_case(data, "rope_and_write", data.normal(2, 8, _qkv_outputs(data.sizes), dtype=torch.float32), FEW)
+    prompt = data.sizes.prompt
+    yield _rope_case(data, "rope_and_write_prompt", data.normal(1, prompt, _qkv_outputs(data.sizes)), (prompt,))
+
+
+def _qkv_outputs(sizes: Sizes) -> int:
+    return (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
+
+
+def _rope_case(data: Data, name: str, parts: torch.Tensor, rows: tuple[int, ...]) -> Case:
     from kernels.triton_forms.rope_kv import rope_and_write
 
     s, (layer, tables) = data.sizes, data.cache()
-    parts = data.normal(2, 8, (s.heads + 2 * s.kv_heads) * s.head_dim, dtype=torch.float32)
     table = RotaryTable({"head_dim": s.head_dim, "max_position_embeddings": s.context + 8}, device=data.device)
-    positions = (s.context + torch.arange(8, device=data.device)).int()
+    most = parts.shape[1]
+    positions = (max(s.context - most, 0) + torch.arange(most, device=data.device)).int()
     sequences = torch.zeros_like(positions)
     first = first_rows(parts)
 
@@ -117,13 +127,15 @@ def rope_cases(data: Data) -> Iterator[Case]:
         q, k, _ = joined.split((s.heads, s.kv_heads, s.kv_heads), dim=1)
         return apply_rope(q, k, table, positions[:rows])[0]
 
-    yield Case(
-        "rope_and_write",
+    return Case(
+        name,
         lambda rows, _: rope_and_write(
             first(rows), None, table.cos, table.sin, positions[:rows], sequences[:rows], tables, layer, s.heads
         ),
         reference,
-        lambda rows: rows * parts.shape[2] * (8 + data.dtype.itemsize),
+        lambda rows: parts[:, :rows].nbytes + rows * parts.shape[2] * data.dtype.itemsize,
+        rows,
+        independent=rows is FEW,
     )
 
 

@@ -16,6 +16,7 @@ import json, sys
 import torch
 from kernels.bench import __main__ as bench, offline
 from kernels.triton_forms.overlap import beginning
+from kernels.triton_forms.pairs import sort_pairs
 from kernels.triton_forms.rms_norm import add_rms_norm
 found = []
 offline._summary = lambda name, kernel: found.append((name, kernel.asm["ptx"])) or name
@@ -25,6 +26,7 @@ bench.main()
 assert beginning(torch.zeros(100, 64), 0) is None
 ahead = beginning(torch.zeros(9000, 64), 1)
 with offline.compiling():
+    sort_pairs(torch.zeros(40, 4, dtype=torch.int64), 128, 16)
     add_rms_norm(torch.zeros(2, 1, 64), torch.zeros(1, 64), torch.zeros(64), 1e-5, ahead=ahead)
 print(len(ahead))
 print(json.dumps(found))
@@ -48,10 +50,13 @@ def test_what_comes_before_the_wait(mode):
         "_sum_parts",
         "_add_rms_norm",
         "_rope_and_write",
+        "_rope_and_write_tile",
         "_choose_experts",
         "largest_of_block",
         "_noisiest_of_block",
         "_best_block",
+        "_count",
+        "_place",
     }
     for name, code in kernels:
         assert code.count(WAIT) == code.count(NEXT) == 1, name
