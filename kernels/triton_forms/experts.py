@@ -219,12 +219,14 @@ def _product_of_few(
             _fetch(values, lane, first + AHEAD * UNROLLED, end, UNROLLED)
         packed, words, columns = (), (), ()
         for one in tl.static_range(UNROLLED):
-            packed += (load_tile(values + (first + one) * 512, BF16),)  # type: ignore[assignment]
+            packed += (load_tile(values + (first + one) * 512),)  # type: ignore[assignment]
             words += (tl.load(scales + (first + one) * 8),)  # type: ignore[assignment]
             columns += (tl.load(x_places + (first + one) * 64),)  # type: ignore[assignment]
         for one in tl.static_range(UNROLLED):
             weights = unpack(packed[one], words[one], False, BF16, x.dtype.element_ty)
-            fragments = tl.permute(columns[one], (2, 0, 3, 1)).reshape(64, TILE_ROWS)
+            # [t, row, block, word, low or high, one of two], as inputs and rows.
+            fragments = tl.reshape(columns[one], (4, TILE_ROWS, 2, 2, 2, 2))
+            fragments = fragments.permute(2, 4, 0, 3, 5, 1).reshape(64, TILE_ROWS)
             acc = tl.dot(weights, fragments, acc, input_precision=PRECISION)
     return acc
 
@@ -256,7 +258,7 @@ def _product_of_many(
     acc = tl.zeros((TILE_OUTPUTS, TILE_ROWS), tl.float32)
     for step in range(begin, end):
         columns = tl.load(x_places + step * 64)
-        packed, words = load_tile(values + step * 512, BF16), tl.load(scales + step * 8)
+        packed, words = load_tile(values + step * 512), tl.load(scales + step * 8)
         weights = unpack(packed, words, True, BF16, x.dtype.element_ty)
         acc = tl.dot(weights, columns, acc, input_precision=PRECISION)
     return acc

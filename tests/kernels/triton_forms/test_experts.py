@@ -81,16 +81,17 @@ def test_the_layout_is_what_the_instructions_unpack(gated):
     packed = pack_experts(blocks, scales, None, gated=gated)
     words = packed.values.view(torch.int32).long() & 0xFFFFFFFF
     mask = 0x81C081C0
-    pairs = [words & mask, (words << 3) & mask, (words << 6) & mask]
-    pairs.append((words << 5) & 0x80008000 | (words >> 6) & 0x01800180 | (words >> 5) & 0x00400040)
+    rotated = words << 10 | words >> 22
+    pairs = [words & mask, (words << 6) & mask, rotated & mask]
+    pairs.append((words << 4) & 0x81808180 | (words >> 4) & 0x00400040)
     halves = torch.stack([pair >> shift & 0xFFFF for pair in pairs for shift in (0, 16)], dim=-1)
     values = (halves << 16).int().view(torch.float32)
-    # [E, tile of outputs, of inputs, g, t, word, low or high, g or g + 8, one of two]
+    # [E, tile of outputs, of inputs, g, t, block, word, low or high, g or g + 8, one of two]
     tiles = COUNT, outputs // 16, inputs // 64
-    values = values.view(*tiles, 8, 4, 4, 2, 2, 2)
-    exponents = packed.scales.view(torch.uint8).view(*tiles, 8, 1, 1, 2, 2, 1)
+    values = values.view(*tiles, 8, 4, 2, 2, 2, 2, 2)
+    exponents = packed.scales.view(torch.uint8).view(*tiles, 8, 1, 2, 1, 1, 2, 1)
     scale = (exponents.float() - 127).exp2()
-    found = (values * scale).permute(0, 1, 7, 3, 2, 6, 4, 5, 8).reshape(COUNT, outputs, inputs)
+    found = (values * scale).permute(0, 1, 8, 3, 2, 5, 4, 6, 7, 9).reshape(COUNT, outputs, inputs)
     wanted = dequantize_mxfp4(blocks, scales, torch.float32)
     if gated:  # sixteen rows are eight gates and their ups
         wanted = wanted.view(COUNT, -1, 8, 2, inputs).transpose(2, 3).reshape(COUNT, outputs, inputs)
