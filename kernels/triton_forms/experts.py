@@ -29,6 +29,8 @@ SMALL_OUTPUTS, BATCH_OUTPUTS = 16, 64  # of a tile: with several rows each, more
 SHORT_TILE, LONG_TILE = 8, 16  # rows of a tile
 MOST_ROWS_OF_SHORT_TILES = 128  # of a batch: of 128 experts each is chosen by four
 UNROLLED, BATCH_UNROLLED = 5, 3  # tiles of inputs that are on their way to a warp
+# Of a thread at most; 0: as many as the compiler takes, which then loads some of them after the first products.
+REGISTERS, BATCH_REGISTERS = 168, 0
 AHEAD = 1  # so many times as many are on their way to the L2 cache
 SPLITS = 3  # spans of the inputs of down: it has half as many outputs as gate and up
 LARGE_TILE, LARGE_OUTPUTS = 128, 256
@@ -152,10 +154,15 @@ def _launch(
         AHEAD=0 if triton.knobs.runtime.interpret else AHEAD,
         BF16=x.dtype == torch.bfloat16,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        **_registers(REGISTERS if few else BATCH_REGISTERS if small else 0),
         num_warps=1 if small else LARGE_WARPS,
         num_stages=1 if small else LARGE_STAGES,
         **READER_LAUNCH,
     )
+
+
+def _registers(most: int) -> dict[str, int]:
+    return {"maxnreg": most} if most else {}
 
 
 @triton.jit
