@@ -37,12 +37,12 @@ def table(measured: Measured) -> str:
         ("- of it everything else, driven by the gateway / pair-local", "", "1.0 / 0.6 ms", "0.3 ms",
          _both(measured, long, lambda row: _ms(row["round"] - row["verify"] - row["draft"]))),
         ("TTFT, 9,592 tokens", "0.24 s", "0.28 s", "0.20 s",
-         _of(_served(measured, long, 0), lambda row: f"{row['time_to_first_token']['p50']:.3f} s")),
-        ("decode tok/s, one stream, 9,592 in, K = 0", "226", "330", "480", _of(_served(measured, long, 0), _decode)),
+         _of(_plain(measured, long), lambda row: f"{row['time_to_first_token']['p50']:.3f} s")),
+        ("decode tok/s, one stream, 9,592 in, K = 0", "226", "330", "480", _of(_plain(measured, long), _decode)),
         ("decode tok/s, the same, K = 3 at 2.5 (K = 5 at 3.0: 334)", "339", "400", "565",
          _with_longer(measured, long, _decode)),
         ("output tok/s, TTFT counted in, 1,500 out, K = 0 / K = 3 (the seed: 158.5)", "218 / 322", "310 / 370",
-         "450 / 525", f"{_of(_served(measured, long, 0), _output)} / {_best(measured, long, 3, _output)}"),
+         "450 / 525", f"{_of(_plain(measured, long), _output)} / {_best(measured, long, 3, _output)}"),
         ("decode tok/s, 1,024 in, 8 streams, K = 0 / K = 3", "900 / 1,049", "best K: 1,200", "1,600",
          _batch(measured, batch_8)),
         ("decode tok/s, 1,024 in, 64 streams, K = 0 / K = 3 (K = 5 at 3.0: 5,384)", "2,625 / 5,154", "best K: 5,500",
@@ -95,6 +95,11 @@ def _served(measured: Measured, load: Load, chain: int, driver: str = GATEWAY, a
     return next((row for row in rows if _key(row) == wanted), None)
 
 
+def _plain(measured: Measured, load: Load) -> Row | None:
+    """K = 0, by the target itself, as it is served; by the gateway where only that was measured."""
+    return _served(measured, load, 0, PAIR) or _served(measured, load, 0)
+
+
 def _key(row: Row) -> tuple[int, int, int, str]:
     return row["streams"], row["each"][0]["prompt_tokens"], row["draft_tokens"], row["rounds_by"]
 
@@ -117,7 +122,7 @@ def _plain_step(measured: Measured, load: Load) -> str:
     variants = (found(measured, "target-steps") or {}).get("variants", [])
     alone = [v["seconds"] for v in sorted(variants, key=lambda v: not v["graphs"]) if v.get("chain") == 0]
     parts = [f"{_ms(alone[0])} alone"] if alone else []
-    if row := _served(measured, load, 0):
+    if row := _plain(measured, load):
         parts.append(f"{_ms(row['round'])} served")
     return ", ".join(parts) or NOT_MEASURED
 
@@ -150,7 +155,7 @@ def _with_longer(measured: Measured, load: Load, show: Callable[[Row], str]) -> 
 def _batch(measured: Measured, load: Load) -> str:
     """K = 0 / K = 3, and the best K, of the time in which all streams decode."""
     rows = [row for stage in SERVED.values() for row in served_rows(measured, stage) if _key(row)[:2] == load]
-    plain, drafted = _served(measured, load, 0), _fastest(row for row in rows if row["draft_tokens"] == 3)
+    plain, drafted = _plain(measured, load), _fastest(row for row in rows if row["draft_tokens"] == 3)
     best = _fastest(rows)
     told = _of(best, lambda row: f"K = {row['draft_tokens']} by the {row['rounds_by']}, {_steady(row)}")
     return NOT_MEASURED if best is None else f"{_of(plain, _steady)} / {_of(drafted, _steady)}; best: {told}"

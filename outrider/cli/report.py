@@ -129,8 +129,8 @@ def _best(bench: SyntheticBench) -> list[str]:
     if len(bench.rows) < 2:
         return []
     best = max(bench.rows, key=lambda row: row.decode_speed)
-    rounds = f"rounds by the {best.driver}: " if best.measurement.draft_tokens else ""
-    return [f"best K: {best.measurement.draft_tokens}, {rounds}{best.decode_speed:.1f} tok/s decoding"]
+    rounds = f"rounds by the {best.driver}"
+    return [f"best K: {best.measurement.draft_tokens}, {rounds}: {best.decode_speed:.1f} tok/s decoding"]
 
 
 def _beside_floor(seconds: float, floor: float) -> list[str]:

@@ -169,7 +169,8 @@ async def run(
 ) -> SyntheticBench:
     """Measures the bandwidth, then each load on one pair, at each K, and reports what there is after every one.
 
-    Rounds with a chain are driven by a gateway, then by the pair. Raises ServiceFailed where a service ends by itself.
+    Rounds are driven by a gateway, then by the pair, which at K = 0 is the target alone. Raises ServiceFailed where a
+    service ends by itself.
     """
     assert isinstance(options.target, Synthetic)
     model = synthetic_model(options.target.name)
@@ -184,7 +185,7 @@ async def run(
         print(f"{about}ready after {result.start:.1f} s", file=sys.stderr)
         for load in loads:
             for chain in load.chains:
-                for driver in (GATEWAY, PAIR) if chain else (GATEWAY,):
+                for driver in (GATEWAY, PAIR):
                     measurement, stages = await _measure(pair[driver], load, chain, about)
                     result.rows.append(_row(driver, model, measurement, stages, load, chain))
                     report(result)

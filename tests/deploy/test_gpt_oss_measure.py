@@ -50,7 +50,8 @@ def cells(text: str) -> dict[str, str]:
 def test_figures_stand_where_they_belong() -> None:
     rounds = {"round": 0.006, "verify": 0.0045, "draft": 0.0009}
     pair = [
-        row(1, 9592, 0, "gateway", round=0.0025),
+        row(1, 9592, 0, "gateway", round=0.0031),
+        row(1, 9592, 0, "pair", round=0.0025),
         row(1, 9592, 3, "gateway", **rounds),
         row(1, 9592, 3, "pair", **{**rounds, "round": 0.0057}, decode_tokens_per_second=2.0),
         row(8, 1024, 0, "gateway", steady_tokens_per_second=1000.0),
