@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -72,6 +72,15 @@ class Rows:
     page_tables: torch.Tensor
     first_positions: torch.Tensor | None = None
     num_chain_rows: int | None = None
+
+    def only(self, chosen: torch.Tensor) -> Rows:
+        """The rows at chosen, int64 [R], each a chain of its own."""
+        return replace(
+            self,
+            positions=self.positions[chosen],
+            sequences=self.sequences[chosen],
+            num_chain_rows=len(chosen),
+        )
 
     @cached_property
     def slots(self) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -48,11 +48,15 @@ class Computation:
         return self._run(work)
 
     def _run(self, work: list[Work]) -> Results:
-        output = self._model.forward(build_batch(work, self._tables), self._cache, wanted_boundaries(work))
+        rows, boundaries = _choosing_rows(work), wanted_boundaries(work)
+        if any(item.sequence.open.top_prompt_logprobs is not None for item in work):
+            boundaries.add(self._model.config.num_layers + 1)  # so that `hidden` has every row
+        batch = replace(build_batch(work, self._tables), choosing=rows)
+        output = self._model.forward(batch, self._cache, boundaries)
         chains = [chain_rows(item) for item in work if item.num_choices]
         if not chains:
             return Results(output, torch.empty(0, dtype=torch.int64))
-        rows, hidden = _choosing_rows(work), output.hidden
+        hidden = output.hidden
         if len(rows) < len(hidden):
             hidden = hidden[to_device(torch.tensor(rows, dtype=torch.int64), hidden.device)]
         logits = self._model.logits(hidden)

@@ -42,12 +42,16 @@ def decoder_layer(
     next_norm: torch.Tensor,
     next_eps: float,
     next_weight: torch.Tensor | None = None,
+    only: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (rms_norm(y), y), [T, H], of the layer's output y for x[T, H] and normed, x after the layer's first norm.
 
-    next_norm, next_eps: of the norm that follows the layer; next_weight: of the linear layer after that.
+    next_norm, next_eps: of the norm that follows the layer; next_weight: of the linear layer after that. only, int64
+    [R], no two of a sequence: the rows whose output is returned; keys and values are stored of all.
     """
-    parts, bias = _attention_parts(normed, attention, rows, cache)
+    parts, bias = _attention_parts(normed, attention, rows, cache, only)
+    if only is not None:
+        x = x[only]
     ahead = beginning(next_weight, NEXT_AHEAD)
     normed, x = add_rms_norm(parts, x, feed_forward.norm, feed_forward.eps, bias, ahead)
     parts, bias = _feed_forward_parts(normed, feed_forward)
@@ -55,7 +59,7 @@ def decoder_layer(
 
 
 def _attention_parts(
-    inputs: torch.Tensor, block: AttentionBlock, rows: Rows, cache: LayerCache
+    inputs: torch.Tensor, block: AttentionBlock, rows: Rows, cache: LayerCache, only: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Partial sums of the attention half's output, and the bias that is still to be added.
 
@@ -75,6 +79,8 @@ def _attention_parts(
         block.eps,
         beginning(block.output.weight, OUTPUT_AHEAD),
     )
+    if only is not None:
+        q, rows = q[only], rows.only(only)
     attended = paged_attention(
         q,
         cache,

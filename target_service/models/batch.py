@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,8 @@ class ForwardBatch:
 
     token_ids: int64 [T]. positions: int32 [T], ascending within a sequence. row_sequence: int32 [T], which of the S
     sequences a row belongs to. page_tables: int32 [S, P], each sequence's pages in the cache, long enough for its rows.
-    num_chain_rows: so many rows, the first, stand in chains; None where it is not known.
+    num_chain_rows: so many rows, the first, stand in chains; None where it is not known. choosing: the rows, of chains
+    all and of prompts the last if any, whose `hidden` is wanted; None: all.
     """
 
     token_ids: torch.Tensor
@@ -21,11 +23,14 @@ class ForwardBatch:
     row_sequence: torch.Tensor
     page_tables: torch.Tensor
     num_chain_rows: int | None = None
+    choosing: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """hidden: [T, H] after the final norm. aux: for each boundary asked for, [T, H]."""
+    """hidden: [T, H] after the final norm; rows other than those wanted may be anything, unless boundary N + 1 is asked
+    for. aux: for each boundary asked for, [T, H].
+    """
 
     hidden: torch.Tensor
     aux: dict[int, torch.Tensor]

@@ -14,6 +14,7 @@ from kernels.linear import PackedWeight, linear
 from kernels.mlp_block import MlpBlock, mlp_block
 from kernels.moe_block import MoeBlock, moe_block
 from kernels.rms_norm import rms_norm
+from kernels.transfer import to_device
 from outrider.checkpoint import Checkpoint
 from outrider.shared_buffers import DeviceBuffer
 from target_service.models.batch import ForwardBatch, ForwardOutput
@@ -114,14 +115,22 @@ class Model:
         if not triton_forms.wanted(x):
             return self._forward(x, _rows(batch), kv_cache, boundaries)
         # Chains by themselves: the kernels of many rows would change their bits.
-        parts = [self._forward_triton(x[part], _rows(batch, part), kv_cache, boundaries) for part in _parts(batch)]
+        parts = [
+            self._forward_triton(x[part], _rows(batch, part), kv_cache, boundaries, _choosing(batch, part))
+            for part in _parts(batch)
+        ]
         if len(parts) == 1:
             return parts[0]
         aux = {boundary: torch.cat([part.aux[boundary] for part in parts]) for boundary in parts[0].aux}
         return ForwardOutput(torch.cat([part.hidden for part in parts]), aux)
 
     def _forward_triton(
-        self, x: torch.Tensor, rows: Rows, kv_cache: KVCache, boundaries: Collection[int]
+        self,
+        x: torch.Tensor,
+        rows: Rows,
+        kv_cache: KVCache,
+        boundaries: Collection[int],
+        choosing: torch.Tensor | None,
     ) -> ForwardOutput:
         from kernels.triton_forms import layer as form
 
@@ -136,9 +145,15 @@ class Model:
             if index in boundaries:
                 aux[index] = x
             halves = layer.attention, layer.feed_forward
-            normed, x = form.decoder_layer(normed, x, *halves, rows, cache, norms[index], eps, weights[index])
+            given = normed, x, *halves, rows, cache, norms[index], eps, weights[index]
+            if index == last - 1 and choosing is not None:
+                # Always by themselves: what else is asked for changes no choice.
+                chosen, _ = form.decoder_layer(*given, choosing)
+                if last not in boundaries and last + 1 not in boundaries:
+                    return ForwardOutput(torch.empty_like(x).index_copy_(0, choosing, chosen), aux)
+            normed, x = form.decoder_layer(*given)
         aux |= {boundary: rows for boundary, rows in ((last, x), (last + 1, normed)) if boundary in boundaries}
-        return ForwardOutput(normed, aux)
+        return ForwardOutput(normed if choosing is None else normed.index_copy(0, choosing, chosen), aux)
 
     def _forward(self, x: torch.Tensor, rows: Rows, kv_cache: KVCache, boundaries: Collection[int]) -> ForwardOutput:
         aux = {}
@@ -170,6 +185,15 @@ def _rows(batch: ForwardBatch, part: slice = slice(None)) -> Rows:
     if chain_rows is not None and part.start is not None:
         chain_rows = 0
     return Rows(batch.positions[part], batch.row_sequence[part], batch.page_tables, num_chain_rows=chain_rows)
+
+
+def _choosing(batch: ForwardBatch, part: slice) -> torch.Tensor | None:
+    """Of a part that is of prompts the rows whose hidden state is wanted, int64 [R], R > 0; None: all."""
+    if batch.choosing is None or _rows(batch, part).num_chain_rows != 0:
+        return None
+    rows = [row - (part.start or 0) for row in batch.choosing if row >= (part.start or 0)]
+    # One that nobody wants costs little; a layer of none would be a case of its own.
+    return to_device(torch.tensor(rows or [0], dtype=torch.int64), batch.token_ids.device)
 
 
 def _parts(batch: ForwardBatch) -> list[slice]:

@@ -46,7 +46,7 @@ class Sequence:
         self.cache = model.new_kv_cache(2)
         self.tokens = torch.randint(96, (PROMPT + CHAIN,), generator=torch.Generator().manual_seed(4))
 
-    def run(self, *parts, chain_rows):
+    def run(self, *parts, chain_rows, choosing=None, boundaries=(1, 3)):
         """Boundary 1, boundary 3 and the logits of rows, of several parts one after the other."""
         places = torch.cat([torch.arange(*part) for part in parts])
         batch = ForwardBatch(
@@ -55,9 +55,10 @@ class Sequence:
             torch.zeros(len(places), dtype=torch.int32, device=self.device),
             torch.tensor([[1, 0]], dtype=torch.int32, device=self.device),
             chain_rows,
+            choosing,
         )
-        out = self.model.forward(batch, self.cache, (1, 3))
-        return torch.cat((out.aux[1], out.aux[3], self.model.logits(out.hidden)), dim=1)
+        out = self.model.forward(batch, self.cache, boundaries)
+        return torch.cat((*(out.aux[boundary] for boundary in boundaries), self.model.logits(out.hidden)), dim=1)
 
 
 @pytest.mark.parametrize("family", WRITERS)
@@ -85,6 +86,21 @@ def test_many_rows_take_the_librarys_products(monkeypatch, family):
     monkeypatch.setattr(linear, "_launch", None)
     found = Sequence(load(family)).run((0, rows), chain_rows=0)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_the_last_layer_of_a_prompt_is_that_of_the_row_that_chooses():
+    """With the bits that it has where all rows are wanted, too; and what follows finds every key."""
+    rows, logits = 4, slice(-96, None)
+    whole, short, both = (Sequence(load("gpt-oss")) for _ in range(3))
+    expected = whole.run((0, rows), chain_rows=0)
+    short.run((0, 2), chain_rows=0, choosing=[], boundaries=(1,))
+    found = short.run((0, rows), chain_rows=0, choosing=[rows - 1], boundaries=(1,))[-1]
+    torch.testing.assert_close(found[logits], expected[-1, logits], rtol=1e-3, atol=1e-3)
+    with_all = both.run((0, rows), chain_rows=0, choosing=[rows - 1])
+    assert torch.equal(with_all[-1, logits], found[logits])
+    assert torch.equal(with_all[:-1], expected[:-1])
+    following = rows, rows + 1
+    assert torch.equal(short.run(following, chain_rows=1), whole.run(following, chain_rows=1))
 
 
 def test_experts_are_laid_out_as_they_are_loaded():
