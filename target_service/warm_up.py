@@ -13,7 +13,7 @@ from target_service.models import ForwardBatch, Model
 
 # Kernels differ for one row, few, more and many, of chains and of prompts.
 _CHAIN_ROWS = (1, 8, 32, 128)
-_PROMPT_ROWS = (32, 512)
+_PROMPT_ROWS = (32, 512, 1024)
 _CHOICES = (
     ChainRows(SamplingParams(temperature=0), 1),
     ChainRows(SamplingParams(), 1),
