@@ -47,7 +47,7 @@ FULL = Sizes(
     tests=("-n", "8", "--dist", "loadfile", "tests/device", "tests/kernels/triton_forms"),
     kernels=(),
     sweeps={
-        "experts": ("experts", "experts.UNROLLED=3,5", "experts.AHEAD=0,1,2"),
+        "experts": ("experts", "experts.UNROLLED=3,5", "experts.SMALL_OUTPUTS=16,32"),
         "experts-tiles": ("experts_prefill", "experts.LARGE_TILE=64,128", "experts.LARGE_OUTPUTS=128,256"),
         "linear": ("linear", "linear.PROGRAMS=352,704", "linear.STAGES=5,8", "linear.TILE_OUTPUTS=32,64"),
         "attention": (

@@ -20,7 +20,6 @@ import triton.language as tl
 
 from kernels.triton_forms import mxfp4
 from kernels.triton_forms.mxfp4 import PackedExperts, load_tile, shuffled, shuffled_place, unpack
-from kernels.triton_forms.overlap import READER_LAUNCH, READERS_OVERLAP, after_previous, prefetch, then_let_next_start
 from kernels.triton_forms.pairs import sort_pairs
 
 FEW_ROWS = 16
@@ -29,9 +28,8 @@ SMALL_OUTPUTS, BATCH_OUTPUTS = 16, 64  # of a tile: with several rows each, more
 SHORT_TILE, LONG_TILE = 8, 16  # rows of a tile
 MOST_ROWS_OF_SHORT_TILES = 128  # of a batch: of 128 experts each is chosen by four
 UNROLLED, BATCH_UNROLLED = 5, 3  # tiles of inputs that are on their way to a warp
-# Of a thread at most; 0: as many as the compiler takes, which then loads some of them after the first products.
-REGISTERS, BATCH_REGISTERS = 168, 0
-AHEAD = 1  # so many times as many are on their way to the L2 cache
+# Of a thread at most, where few programs leave room: the compiler otherwise loads some tiles after the first products.
+REGISTERS = 168
 SPLITS = 3  # spans of the inputs of down: it has half as many outputs as gate and up
 LARGE_TILE, LARGE_OUTPUTS = 128, 256
 LARGE_WARPS, LARGE_STAGES = 8, 3
@@ -149,20 +147,13 @@ def _launch(
         TILE_ROWS=tiles.rows,
         TILE_OUTPUTS=tile_outputs,
         SMALL=small,
-        LINES=triton.next_power_of_2(triton.cdiv(steps, splits) * 4),
         UNROLLED=unrolled if steps % (splits * unrolled) == 0 else 1,
-        AHEAD=0 if triton.knobs.runtime.interpret else AHEAD,
         BF16=x.dtype == torch.bfloat16,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        **_registers(REGISTERS if few else BATCH_REGISTERS if small else 0),
+        **({"maxnreg": REGISTERS} if ids.shape[0] == 1 else {}),
         num_warps=1 if small else LARGE_WARPS,
         num_stages=1 if small else LARGE_STAGES,
-        **READER_LAUNCH,
     )
-
-
-def _registers(most: int) -> dict[str, int]:
-    return {"maxnreg": most} if most else {}
 
 
 @triton.jit
@@ -208,7 +199,6 @@ def _product_of_few(
     TILE_ROWS: tl.constexpr,
     TILE_OUTPUTS: tl.constexpr,
     UNROLLED: tl.constexpr,
-    AHEAD: tl.constexpr,
     BF16: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -218,12 +208,7 @@ def _product_of_few(
     of_lane += tl.arange(0, 8)[None, None, None, :]
     x_places = x + (x_row[None, :, None, None] * INPUTS + of_lane)
     acc = tl.zeros((TILE_OUTPUTS, TILE_ROWS), tl.float32)
-    lane = tl.arange(0, 2 * TILE_OUTPUTS) % 32
-    for one in tl.static_range(AHEAD):
-        _fetch(values, lane, begin + one * UNROLLED, end, UNROLLED)
     for first in range(begin, end, UNROLLED):
-        if AHEAD > 0:
-            _fetch(values, lane, first + AHEAD * UNROLLED, end, UNROLLED)
         packed, words, columns = (), (), ()
         for one in tl.static_range(UNROLLED):
             packed += (load_tile(values + (first + one) * 512),)  # type: ignore[assignment]
@@ -236,14 +221,6 @@ def _product_of_few(
             fragments = fragments.permute(2, 4, 0, 3, 5, 1).reshape(64, TILE_ROWS)
             acc = tl.dot(weights, fragments, acc, input_precision=PRECISION)
     return acc
-
-
-@triton.jit
-def _fetch(values, lane, step, end, STEPS: tl.constexpr):
-    """Brings so many tiles of inputs from `step` on into the cache, where they are before `end`: a line a lane."""
-    tl.static_assert(STEPS <= 8)
-    last = tl.minimum(step + STEPS, end) * 512 - 128
-    prefetch(values - lane * 16 + tl.minimum(step * 512 + lane * 128, last))
 
 
 @triton.jit
@@ -298,14 +275,10 @@ def _experts(
     TILE_ROWS: tl.constexpr,
     TILE_OUTPUTS: tl.constexpr,
     SMALL: tl.constexpr,
-    LINES: tl.constexpr,
     UNROLLED: tl.constexpr,
-    AHEAD: tl.constexpr,
     BF16: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    if GATED:
-        then_let_next_start()
     tile, split = tl.program_id(1), tl.program_id(2)
     if order is None:
         expert, pairs, inside, exists = _rows_of_first_pair(ids, tile, rows, TOP_K, TILE_ROWS)
@@ -317,11 +290,6 @@ def _experts(
     TILES: tl.constexpr = (OUTPUTS + 15) // 16
     expert = expert.to(tl.int64)
     first_tile = tl.program_id(0) * (TILE_OUTPUTS // 16)
-    if not GATED:
-        if READERS_OVERLAP and exists:
-            run = values + ((expert * TILES + first_tile) * STEPS + split * SPAN) * 512
-            prefetch(run + tl.minimum(tl.arange(0, LINES) * 128, SPAN * 512 - 128))
-        after_previous()
     if not exists:
         return
 
@@ -345,7 +313,6 @@ def _experts(
             TILE_ROWS,
             TILE_OUTPUTS,
             UNROLLED,
-            AHEAD,
             BF16,
             PRECISION,
         )
