@@ -21,6 +21,7 @@ PROMPTS = [[0, 17, 40, 99, 250, 31, 8], [0, 200, 201, 202], list(range(5, 80))]
 SAMPLED = {"temperature": 0.8, "seed": 11}
 FIELDS: dict[str, Any] = {"sampling": SAMPLED, "max_new_tokens": 150, "ignore_eos": True}
 ONE_GRANT = {**FIELDS, "max_new_tokens": GRANT_TOKENS + 1}
+LASTING = ("--recover-within", "150")  # a target that starts again may take its time
 LONG = {**FIELDS, "max_new_tokens": 1200}
 
 
@@ -40,7 +41,7 @@ class Served:
     async def answers(self, gateway: Service, **fields: Any) -> list[Answer]:
         """Every prompt at once, without speculation."""
         async with Client(gateway.address) as client:
-            return list(await asyncio.gather(*(client.generate(prompt, k=0, **fields) for prompt in PROMPTS)))
+            return list(await asyncio.gather(*(client.generate(prompt, 0, 150, **fields) for prompt in PROMPTS)))
 
     async def check(self, **fields: Any) -> list[Answer]:
         """Whether nothing tells who drove."""
@@ -60,8 +61,8 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with (
         start_target(write_tiny_llama(tmp_path_factory.mktemp("target") / "tiny")) as target,
-        start_gateway([target.address]) as gateway,
-        start_gateway([target.address], "--no-pair-rounds") as driving,
+        start_gateway([target.address], *LASTING) as gateway,
+        start_gateway([target.address], *LASTING, "--no-pair-rounds") as driving,
     ):
         started = Served(target, gateway, driving)
         yield started

@@ -127,15 +127,12 @@ async def test_a_sequence_that_emits_hidden_states_is_driven(target, truth) -> N
 
 async def test_what_is_closed_while_it_goes_on_is_freed(target) -> None:
     async with Client(target.address) as client, client.session() as session:
-        for end in (session.close, session.advance):  # the latter is a fault: it was not asked for
-            sequence = await opened(session)
-            await grant(session, sequence, 1900)
-            await session.advance(sequence)
-            assert (await session.advanced(sequence)).continues
-            await end(sequence)
-            eventually(lambda: target.metric("outrider_num_requests_running") == 0)
-        with pytest.raises(InvalidArgument, match="before the last advance is answered"):
-            await rounds(session, sequence)
+        sequence = await opened(session)
+        await grant(session, sequence, 1900)
+        await session.advance(sequence)
+        assert (await session.advanced(sequence)).continues
+        await session.close(sequence)
+        eventually(lambda: target.metric("outrider_num_requests_running") == 0)
 
 
 @pytest.mark.parametrize("field, value", [("link_id", 5), ("draft_instance_id", "draft-1")])
@@ -212,6 +209,15 @@ def test_a_grant_is_revoked_with_the_step_under_way(engine) -> None:
     engine.step()
     assert session.events[-1].pair_round is not None and not session.events[-1].continues
     assert not engine.scheduler.has_work()
+
+
+def test_a_command_for_one_that_goes_on_ends_it(engine) -> None:
+    session = begin(engine, alone=2)
+    engine.apply([Advance(session, 0, [], None, 0.0)])
+    engine.step()
+    failed, *_ = (event for event in session.events if isinstance(event, Failed))
+    assert failed.sequence_id == 0 and "before the last advance is answered" in str(failed.error)
+    assert session.stats[-1].batch_size == 1
 
 
 def test_one_that_is_closed_between_two_steps_is_in_none_and_a_new_one_of_its_name_has_no_grant(engine) -> None:
