@@ -109,7 +109,8 @@ def pack_experts(
 
 def shuffled(x: torch.Tensor) -> torch.Tensor:
     """x[T, K] with its inputs in the order in which a product of many rows takes them up."""
-    return x.unflatten(-1, (-1, 2, 4, 2, 2, 2)).permute(0, 1, 2, 4, 5, 3, 6).flatten(1)
+    pairs = x.view({2: torch.int32, 4: torch.int64}[x.element_size()])
+    return pairs.unflatten(-1, (-1, 2, 4, 2, 2)).permute(0, 1, 2, 4, 5, 3).flatten(1).view(x.dtype)
 
 
 def _by_rows(published: torch.Tensor, gated: bool) -> torch.Tensor:
