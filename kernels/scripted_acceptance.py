@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from kernels import triton_forms
 from kernels.noise import philox_words
 
 COUNTER = 0x7FFFFFFF
@@ -50,46 +48,11 @@ class Script:
     def rewrite(
         self, draft_token_ids: Sequence[int], chosen_token_ids: Sequence[int], seed: int, position: int
     ) -> tuple[list[int], list[int]]:
-        """As `scripted`, of one chain in main memory: its K draft tokens, and the K + 1 choices."""
+        """Returns K draft tokens and K + 1 choices of which `verify_chain` makes what the script says.
+
+        Up to the number that it accepts a row chooses its draft token; the others keep their choice, and their draft
+        tokens equal nothing: so a chain emits its own first tokens and the target's choice.
+        """
         count, chain = self.num_accepted(seed, position, len(draft_token_ids)), len(draft_token_ids)
         accepted = list(draft_token_ids[:count])
         return accepted + [NOTHING] * (chain - count), accepted + list(chosen_token_ids[count:])
-
-
-def scripted(
-    chosen: torch.Tensor,
-    drafts: torch.Tensor,
-    starts: torch.Tensor,
-    seeds: torch.Tensor,
-    lengths: torch.Tensor,
-    script: Script,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns chosen and drafts, int64 [R], such that `acceptance.accept` makes of them what the script says.
-
-    chosen, drafts and starts are those of `accept`; seeds: int64 [C], of the sequences' sampling; lengths: int32 [C],
-    tokens before the chain. Up to the number that the script accepts a row chooses its draft token; the others keep
-    their choice, and their draft tokens equal nothing: so a chain emits its own first tokens and the target's choice.
-    """
-    if triton_forms.wanted(chosen):
-        from kernels.triton_forms.scripted_acceptance import scripted as form
-
-        return form(chosen, drafts, starts, seeds, lengths, script)
-    return scripted_torch(chosen, drafts, starts, seeds, lengths, script)
-
-
-def scripted_torch(
-    chosen: torch.Tensor,
-    drafts: torch.Tensor,
-    starts: torch.Tensor,
-    seeds: torch.Tensor,
-    lengths: torch.Tensor,
-    script: Script,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The PyTorch form of `scripted`."""
-    sizes = starts[1:] - starts[:-1]
-    chains = zip(seeds.tolist(), lengths.tolist(), sizes.tolist(), strict=True)
-    counts = torch.tensor([script.num_accepted(seed, length, size - 1) for seed, length, size in chains])
-    chain = torch.repeat_interleave(torch.arange(len(sizes), device=chosen.device), sizes.long())
-    place = torch.arange(len(chosen), device=chosen.device) - starts[chain]
-    accepted = place < counts.to(chosen.device)[chain]
-    return torch.where(accepted, drafts, chosen), torch.where(accepted, drafts, NOTHING)

@@ -14,7 +14,6 @@ from kernels.gumbel_max import _most_likely
 from kernels.noise import gumbel_noise_of_range
 from kernels.penalties import TokenHistory
 from kernels.sampling import NO_TOKEN, ChainRows, SamplingParams, adjusted_logits, choose_tokens
-from kernels.scripted_acceptance import Script, scripted, scripted_torch
 from kernels.triton_forms.choice import row_params
 from kernels.triton_forms.noise import gumbel_noise
 from kernels.triton_forms.nucleus import find_borders
@@ -190,20 +189,3 @@ def test_acceptance_is_that_of_the_target(random):
     assert len(set(why)) == 3
     # The contract's reasons: 1 stop, 2 length.
     assert why == [reason for _, _, reason in expected]
-
-
-@pytest.mark.parametrize("length", [1.0, 1.5, 2.75, 6.0])
-def test_scripted_acceptance(random, length):
-    device = random(1).device
-    generator = torch.Generator().manual_seed(2)
-    sizes = torch.randint(1, 9, (40,), generator=generator)
-    starts = torch.cat((torch.zeros(1), sizes.cumsum(0))).int()
-    rows = int(starts[-1])
-    chosen, drafts = torch.randint(4, (2, rows), generator=generator)
-    drafts[starts[1:].long() - 1] = -1
-    seeds = torch.randint(-(2**62), 2**62, (40,), generator=generator)
-    arguments = chosen, drafts, starts, seeds, torch.arange(40).int() * 7
-    found = scripted(*(part.to(device) for part in arguments), Script(length))
-    expected = scripted_torch(*arguments, Script(length))
-    assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
-    assert bool((expected[1] >= 0).any()) == (length > 1)
