@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -84,8 +85,34 @@ class Step(Generic[Output]):
     held: bool = False
     has_run: bool = False
     last_run: int = 0
-    graph: torch.cuda.CUDAGraph | None = None
+    graphs: list[torch.cuda.CUDAGraph] | None = None
     output: Output | None = None
+
+
+class _Capture(threading.local):
+    """The graphs that this thread captures a step in, one after the other."""
+
+    def __init__(self) -> None:
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self.pool: Any = None
+
+    def begin(self) -> None:
+        """Another one. Other threads may go on using CUDA."""
+        self.graphs.append(torch.cuda.CUDAGraph())
+        self.graphs[-1].capture_begin(pool=self.pool, capture_error_mode="thread_local")
+
+
+_capture = _Capture()
+
+
+def cut() -> None:
+    """Where a step is captured, what follows goes into a graph of its own; else nothing.
+
+    Launching hundreds of kernels takes the host a while: the device is at the first few meanwhile.
+    """
+    if _capture.graphs:
+        _capture.graphs[-1].capture_end()
+        _capture.begin()
 
 
 class Graphs(Generic[Output]):
@@ -104,11 +131,12 @@ class Graphs(Generic[Output]):
         self._runs = 0
         # One pool for all: none runs while another does, and what a graph leaves is held as long as the graph.
         self._pool = torch.cuda.graph_pool_handle() if self._capturing else None
+        self._stream = torch.cuda.Stream(device) if self._capturing else None
 
     @property
     def num_captured(self) -> int:
         """Shapes that are replayed."""
-        return sum(step.graph is not None for step in self._steps.values())
+        return sum(step.graphs is not None for step in self._steps.values())
 
     def step(
         self, shape: Hashable, layout: Layout, function: Callable[[Mapping[str, torch.Tensor]], Output]
@@ -127,12 +155,13 @@ class Graphs(Generic[Output]):
     def run(self, step: Step[Output]) -> Output:
         """Queues the step. What it returns is there once the device has been waited for, until a step runs again."""
         step.inputs.send()
-        if self._capturing and step.graph is None and step.held and step.has_run:
+        if self._capturing and step.graphs is None and step.held and step.has_run:
             self._capture(step)
         step.has_run = True
-        if step.graph is None or step.output is None:
+        if step.graphs is None or step.output is None:
             return step.function(step.inputs.device)
-        step.graph.replay()
+        for graph in step.graphs:
+            graph.replay()
         return step.output
 
     def _drop_stale(self) -> None:
@@ -143,16 +172,20 @@ class Graphs(Generic[Output]):
                 del self._steps[shape]
 
     def _capture(self, step: Step[Output]) -> None:
-        graph = torch.cuda.CUDAGraph()
+        _capture.pool = self._pool
         try:
-            # Other threads may go on using CUDA. The outer `with` goes back from the stream of a capture that fails.
-            with (
-                torch.cuda.stream(torch.cuda.current_stream(self._device)),
-                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
-            ):
-                step.output = step.function(step.inputs.device)
+            torch.cuda.synchronize(self._device)
+            # Also of a capture that fails the end goes back from its stream.
+            with torch.cuda.stream(self._stream):
+                _capture.begin()
+                try:
+                    step.output = step.function(step.inputs.device)
+                finally:
+                    _capture.graphs[-1].capture_end()
         except RuntimeError:
             log.exception("a step cannot be captured: from now on steps run without graphs")
             self._capturing, step.output = False, None
         else:
-            step.graph = graph
+            step.graphs = _capture.graphs
+        finally:
+            _capture.graphs = []

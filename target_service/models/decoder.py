@@ -9,6 +9,7 @@ import torch
 
 from kernels import triton_forms
 from kernels.attention_block import AttentionBlock, Rows, attention_block
+from kernels.graphs import cut
 from kernels.kv_cache import KVCache
 from kernels.linear import PackedWeight, linear
 from kernels.mlp_block import MlpBlock, mlp_block
@@ -22,6 +23,7 @@ from target_service.models.config import ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+_LAYERS_OF_FIRST_GRAPH = 2
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,8 @@ class Model:
         normed = rms_norm(x, self._layers[0].attention.norm, eps)
         aux = {}
         for index, (layer, cache) in enumerate(zip(self._layers, kv_cache.layers, strict=True)):
+            if index == _LAYERS_OF_FIRST_GRAPH:
+                cut()
             if index in boundaries:
                 aux[index] = x
             halves = layer.attention, layer.feed_forward
