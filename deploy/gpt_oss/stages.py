@@ -49,7 +49,7 @@ FULL = Sizes(
     sweeps={
         "experts": ("experts", "experts.UNROLLED=3,5", "experts.SMALL_OUTPUTS=16,32"),
         "experts-tiles": ("experts_prefill", "experts.LARGE_TILE=64,128", "experts.LARGE_OUTPUTS=128,256"),
-        "linear": ("linear", "linear.PROGRAMS=352,704", "linear.STAGES=5,8", "linear.TILE_OUTPUTS=32,64"),
+        "linear": ("linear", "linear.PROGRAMS=352,704", "linear.UNROLLED=8,16", "linear.LARGE_STAGES=4,5"),
         "attention": (
             *("attention_decode", "attention_decode.PAGES_PER_SPLIT=3,4,6,8", "attention_decode.STAGES=3,4"),
         ),
@@ -92,7 +92,7 @@ QUICK = replace(
 SHORT = replace(
     QUICK,
     kernels=("--only", "layer"),
-    sweeps={"linear": ("linear_router", "linear.STAGES=3,5")},
+    sweeps={"linear": ("linear_router", "linear.UNROLLED=1,16")},
     steps=5,
     pair=("9592:64:1:1:0,3", "1024:64:8:8:0,3", "1024:64:64:64:0,3"),
     pair_longer=("9592:64:1:1:5",),
@@ -102,7 +102,7 @@ SHORT = replace(
 TINY = Sizes(
     tests=("tests/device", "tests/kernels/triton_forms/test_norm_and_rope.py"),
     kernels=("--only", "add_rms_norm", "router"),
-    sweeps={"linear": ("linear_router", "linear.STAGES=3,5")},
+    sweeps={"linear": ("linear_router", "linear.UNROLLED=1,16")},
     context=96,
     steps=3,
     pair=("96:24:1:2:0,3", "32:24:4:4:0,2"),

@@ -29,7 +29,7 @@ from kernels.bench.cases import Case, Data
 from kernels.bench.measure import bandwidth, median_seconds
 
 Settings = dict[str, int]
-_SET_HELP = "constants of kernels/triton_forms, e.g. experts.STAGES=4,6 linear.BLOCK_K=64,128: every combination"
+_SET_HELP = "constants of kernels/triton_forms, e.g. experts.UNROLLED=3,5 linear.PROGRAMS=352,704: every combination"
 # By what the names of their cases begin with.
 _MAKERS = {
     "add_rms_norm": cases.norm_cases,
