@@ -49,8 +49,7 @@ def layer_cases(data: Data) -> Iterator[Case]:
             rows: int, copy: int, blocks: list[AttentionBlock] = blocks, normed: list[torch.Tensor] = normed
         ) -> torch.Tensor:
             x, places, cache = (normed[copy][:rows], inputs[copy][:rows]), rows_of(rows, copy), caches[copy][0]
-            weight = blocks[(copy + 1) % copies].qkv.weight
-            return decoder_layer(*x, blocks[copy], feed_forward, places, cache, next_norm, _EPS, weight)[1]
+            return decoder_layer(*x, blocks[copy], feed_forward, places, cache, next_norm, _EPS)[1]
 
         def reference(rows: int, block: AttentionBlock = blocks[0]) -> torch.Tensor:
             return _reference(inputs[0][:rows], block, feed_forward, halves, rows_of(rows, 0), caches[0][0])

@@ -22,7 +22,7 @@ from kernels.triton_forms.attention_tile import (
     pages_of,
     take_few_in,
 )
-from kernels.triton_forms.overlap import LAUNCH, READER_LAUNCH, after_previous
+from kernels.triton_forms.overlap import LAUNCH, after_previous
 
 PAGES_PER_SPLIT = 4
 KEYS = 64  # of a block: one, two or four pages
@@ -86,7 +86,6 @@ def split_attention(
         LOOKBACK=_LOOKBACK,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         **launch_options(WARPS, stages, REGISTERS, block * q.element_size()),
-        **READER_LAUNCH,
     )
     _merge_splits[(rows, heads)](
         parts,

@@ -16,15 +16,10 @@ from kernels.moe_block import MoeBlock
 from kernels.triton_forms.attention import paged_attention
 from kernels.triton_forms.experts import Activation, moe_parts
 from kernels.triton_forms.gate import swiglu
-from kernels.triton_forms.overlap import beginning
 from kernels.triton_forms.projection import project
 from kernels.triton_forms.rms_norm import add_rms_norm
 from kernels.triton_forms.rope_kv import rope_and_write
 from kernels.triton_forms.router import choose_experts
-
-# Megabytes that small kernels bring into the L2 cache while the memory is idle: of the output projection during RoPE
-# and attention, and of the next layer's qkv during the norm and the router.
-OUTPUT_AHEAD, NEXT_AHEAD = 0, 0
 
 
 def takes(feed_forward: MlpBlock | MoeBlock) -> bool:
@@ -41,19 +36,17 @@ def decoder_layer(
     cache: LayerCache,
     next_norm: torch.Tensor,
     next_eps: float,
-    next_weight: torch.Tensor | None = None,
     only: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (rms_norm(y), y), [T, H], of the layer's output y for x[T, H] and normed, x after the layer's first norm.
 
-    next_norm, next_eps: of the norm that follows the layer; next_weight: of the linear layer after that. only, int64
-    [R], no two of a sequence: the rows whose output is returned; keys and values are stored of all.
+    next_norm, next_eps: of the norm that follows the layer. only, int64 [R], no two of a sequence: the rows whose
+    output is returned; keys and values are stored of all.
     """
     parts, bias = _attention_parts(normed, attention, rows, cache, only)
     if only is not None:
         x = x[only]
-    ahead = beginning(next_weight, NEXT_AHEAD)
-    normed, x = add_rms_norm(parts, x, feed_forward.norm, feed_forward.eps, bias, ahead)
+    normed, x = add_rms_norm(parts, x, feed_forward.norm, feed_forward.eps, bias)
     parts, bias = _feed_forward_parts(normed, feed_forward)
     return add_rms_norm(parts, x, next_norm, next_eps, bias)
 
@@ -77,7 +70,6 @@ def _attention_parts(
         block.q_norm,
         block.k_norm,
         block.eps,
-        beginning(block.output.weight, OUTPUT_AHEAD),
     )
     if only is not None:
         q, rows = q[only], rows.only(only)

@@ -21,14 +21,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from kernels.triton_forms.overlap import (
-    LAUNCH,
-    READER_LAUNCH,
-    READERS_OVERLAP,
-    prefetch,
-    reader_after_previous,
-    reader_has_read,
-)
+from kernels.triton_forms.overlap import LAUNCH, after_previous
 from kernels.triton_forms.parts import sum_parts
 
 MOST_ROWS = 64
@@ -37,22 +30,15 @@ BLOCK_K = 64  # inputs of a step
 # 0.25 us for its 4 KB a step, and fewer than three on each of an H200's 132 multiprocessors do not fill the bandwidth.
 PROGRAMS = 352
 MOST_SPLITS = 16
-BY_WARPS = 1  # 0: everything goes through shared memory
-WARP_OUTPUTS, MANY_WARP_OUTPUTS = 16, 16
-MANY_ROWS, MOST_WARP_ROWS = 33, 64
+WARP_OUTPUTS, MOST_WARP_ROWS = 16, 64
 UNROLLED = 16  # steps whose loads may be under way at once
 REGISTERS = 255  # at most. Nothing said, the compiler takes 72 of 8 rows, for 8 loads at once; so 128, for 24
-# Steps that are fetched into the L2 cache at the start, 0 or a power of two; those before them are loaded at once.
-AHEAD, AT_ONCE = (16, 0) if READERS_OVERLAP.value else (8, 4)
 TILE_ROWS, MANY_TILE_ROWS = 16, 32  # with 64 the compiler would take other instructions
 TILE_OUTPUTS, MANY_TILE_OUTPUTS, WIDE_TILE_OUTPUTS = 32, 64, 128
 WARPS = 4
 # One less is on its way: 7 of 4 KB a program, two programs and more a multiprocessor, where 27 KB hide the latency.
 STAGES, LARGE_STAGES = 8, 5
-# What a program fetches of its weights before it waits for the kernel before it, in KB.
-PREFETCH_KB = 16 if READERS_OVERLAP.value else 0
 _WIDE = 16384  # outputs of a head
-_LINE = 128  # bytes
 _SMALL = 2**22  # bytes of a weight, read in no time
 
 
@@ -96,12 +82,6 @@ def _tile_outputs(outputs: int) -> int:
     return WIDE_TILE_OUTPUTS if outputs >= _WIDE else TILE_OUTPUTS
 
 
-def _lines_ahead(tile_outputs: int, span: int, itemsize: int) -> int:
-    """How many lines of the cache each output fetches ahead: a power of two, 0 for none."""
-    lines = min(PREFETCH_KB * 1024 // tile_outputs, span * itemsize) // _LINE
-    return triton.next_power_of_2(lines) if lines else 0
-
-
 def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     x = x.contiguous()
     rows, inputs = x.shape
@@ -111,14 +91,13 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dt
     splits, span = split_inputs(outputs, inputs)
     out = torch.empty(splits, rows, outputs, dtype=dtype, device=x.device)
     if rows:
-        by_warps = BY_WARPS and outputs < _WIDE and splits * span == inputs
-        launch = _launch_warps if by_warps else _launch_tiles
+        launch = _launch_warps if outputs < _WIDE and splits * span == inputs else _launch_tiles
         launch(x, weight, bias, out, span, "ieee" if x.dtype == torch.float32 else "tf32")
     return out
 
 
 def _options(weight: torch.Tensor) -> dict[str, bool]:
-    return LAUNCH if weight.nbytes <= _SMALL else READER_LAUNCH
+    return LAUNCH if weight.nbytes <= _SMALL else {}
 
 
 def _launch_warps(
@@ -129,8 +108,7 @@ def _launch_warps(
     if x.dtype == torch.float32:  # without matrix units, and registers for more
         most_rows, unrolled = 16, 1
     tile_rows = min(max(8, triton.next_power_of_2(rows)), most_rows)
-    tile = WARP_OUTPUTS if rows < MANY_ROWS else MANY_WARP_OUTPUTS
-    _linear[(splits, triton.cdiv(rows, tile_rows), triton.cdiv(outputs, tile))](
+    _linear[(splits, triton.cdiv(rows, tile_rows), triton.cdiv(outputs, WARP_OUTPUTS))](
         x,
         weight,
         bias,
@@ -141,10 +119,8 @@ def _launch_warps(
         SPAN=span,
         STEP=BLOCK_K,
         TILE_ROWS=tile_rows,
-        TILE_OUTPUTS=tile,
+        TILE_OUTPUTS=WARP_OUTPUTS,
         UNROLLED=unrolled,
-        AHEAD=0 if triton.knobs.runtime.interpret or steps <= AT_ONCE else AHEAD,
-        AT_ONCE=AT_ONCE,
         PRECISION=precision,
         num_warps=1,
         num_stages=1,
@@ -173,7 +149,6 @@ def _launch_tiles(
         BLOCK_M=tile_rows,
         BLOCK_N=tile,
         BLOCK_K=BLOCK_K,
-        LINES=_lines_ahead(tile, span, weight.element_size()),
         PRECISION=precision,
         num_warps=WARPS,
         num_stages=STAGES if tile == TILE_OUTPUTS else LARGE_STAGES,
@@ -202,8 +177,6 @@ def _linear(
     TILE_ROWS: tl.constexpr,
     TILE_OUTPUTS: tl.constexpr,
     UNROLLED: tl.constexpr,
-    AHEAD: tl.constexpr,
-    AT_ONCE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     # Programs of one multiprocessor, 132 apart, have the same split of the rows, and find it in its cache.
@@ -213,11 +186,7 @@ def _linear(
     # Rows and outputs that are not there are the last once more: nobody stores what becomes of them.
     of_row = tl.minimum(row, rows - 1) * INPUTS + split * SPAN
     of_output = tl.minimum(output, outputs - 1) * INPUTS + split * SPAN
-    if AHEAD > 0:
-        # By half lines: of a line that only is named, half may come.
-        ahead = tl.minimum(AT_ONCE * STEP + tl.arange(0, 2 * AHEAD) * (STEP // 2), SPAN - STEP // 2)
-        prefetch(weight + (of_output[:, None] + ahead[None, :]))
-    reader_after_previous()
+    after_previous()
     # [t, row or output, half, one of eight]: in this order of dimensions a thread loads what it multiplies with.
     of_lane = tl.arange(0, 4)[:, None, None, None] * 8 + tl.arange(0, 2)[None, None, :, None] * 32
     of_lane += tl.arange(0, 8)[None, None, None, :]
@@ -234,7 +203,6 @@ def _linear(
             left = _as_fragments(weights[one], x.dtype.element_ty)
             right = _as_fragments(columns[one], x.dtype.element_ty)
             acc = tl.dot(left, tl.trans(right), acc, input_precision=PRECISION)
-    reader_has_read()
     if bias is not None:
         acc += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
     place = (split * rows + row[None, :]) * outputs + output[:, None]
@@ -255,18 +223,13 @@ def _linear_by_tiles(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    LINES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
     begin = split * SPAN
-    if LINES > 0:
-        line = begin + tl.arange(0, LINES) * (1024 // weight.dtype.element_ty.primitive_bitwidth)
-        first = weight + tl.minimum(column, outputs - 1)[:, None].to(tl.int64) * INPUTS
-        prefetch(first + tl.minimum(line, INPUTS - 1)[None, :])
-    reader_after_previous()
+    after_previous()
     k = begin + tl.arange(0, BLOCK_K)
     x_places = x + row[:, None] * INPUTS + k[None, :]
     weight_places = weight + column[:, None].to(tl.int64) * INPUTS + k[None, :]
@@ -279,7 +242,6 @@ def _linear_by_tiles(
         a = tl.load(x_places + offset, mask=x_mask, other=0.0)
         b = tl.load(weight_places + offset, mask=weight_mask, other=0.0, eviction_policy="evict_first")
         acc = tl.dot(a, tl.trans(b.to(a.dtype)), acc, input_precision=PRECISION)
-    reader_has_read()
     if bias is not None:
         acc += tl.load(bias + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
     place = (split * rows + row[:, None]).to(tl.int64) * outputs + column[None, :]

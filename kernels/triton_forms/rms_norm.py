@@ -6,15 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton_forms.overlap import LAUNCH, after_previous, fetch_ahead, programs_ahead
+from kernels.triton_forms.overlap import LAUNCH, after_previous
 from kernels.triton_forms.parts import bias_of, sum_parts_of_row
-
-_LINES = 1024  # that a program fetches ahead
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """The Triton form of `kernels.rms_norm.rms_norm`."""
-    return _launch(x[None], None, None, weight, eps, None, None)
+    return _launch(x[None], None, None, weight, eps, None)
 
 
 def add_rms_norm(
@@ -23,15 +21,13 @@ def add_rms_norm(
     weight: torch.Tensor,
     eps: float,
     bias: torch.Tensor | None = None,
-    ahead: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (rms_norm(total), total), [T, H], of total = parts[0] + ... + parts[S - 1] + bias + residual.
 
     parts: [S, T, H], added up in this order in float32 and rounded once, to residual's dtype; bias: [H].
-    ahead: what other programs bring into the L2 cache meanwhile (`overlap.beginning`).
     """
     total = torch.empty_like(residual, memory_format=torch.contiguous_format)
-    return _launch(parts, bias, residual.contiguous(), weight, eps, total, ahead), total
+    return _launch(parts, bias, residual.contiguous(), weight, eps, total), total
 
 
 def _launch(
@@ -41,26 +37,23 @@ def _launch(
     weight: torch.Tensor,
     eps: float,
     total: torch.Tensor | None,
-    ahead: torch.Tensor | None,
 ) -> torch.Tensor:
     parts = parts.contiguous()
     num_parts, rows, width = parts.shape
     out = torch.empty(rows, width, dtype=parts.dtype if total is None else total.dtype, device=parts.device)
     if rows:
-        _add_rms_norm[(rows + programs_ahead(ahead, _LINES),)](
+        _add_rms_norm[(rows,)](
             parts,
             bias,
             residual,
             weight,
             total,
             out,
-            ahead,
             eps,
             rows,
             width,
             NUM_PARTS=num_parts,
             BLOCK=triton.next_power_of_2(width),
-            LINES=_LINES,
             num_warps=max(1, min(8, triton.next_power_of_2(width) // 256)),
             maxnreg=168,  # said, so that the compiler does not load in turns to get by with fewer
             **LAUNCH,
@@ -76,18 +69,13 @@ def _add_rms_norm(
     weight,
     total,
     out,
-    ahead,
     eps,
     rows,
     width,
     NUM_PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    LINES: tl.constexpr,
 ):
     row = tl.program_id(0)
-    if ahead is not None and row >= rows:
-        fetch_ahead(ahead, row - rows, LINES)
-        return
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     place = row.to(tl.int64) * width + columns

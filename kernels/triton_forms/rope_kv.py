@@ -16,12 +16,11 @@ import triton
 import triton.language as tl
 
 from kernels.kv_cache import PAGE_SIZE, LayerCache
-from kernels.triton_forms.overlap import LAUNCH, after_previous, fetch_ahead, programs_ahead
+from kernels.triton_forms.overlap import LAUNCH, after_previous
 from kernels.triton_forms.parts import bias_of, sum_parts_of_row
 
 MOST_ROWS_ALONE = 256  # that have programs of their own
 TILE_ROWS, TILE_WARPS = 32, 4
-_LINES = 256  # that a program fetches ahead
 
 
 def rope_and_write(
@@ -37,13 +36,11 @@ def rope_and_write(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
-    ahead: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the turned queries [T, nq, d] and stores the rows' keys and values.
 
     parts: [S, T, (nq + 2 nkv) d], in float32 or in the cache's dtype. cos, sin: float32 [positions, d / 2].
     positions, sequences: int32 [T]. page_tables: int32 [sequences, P]. q_norm, k_norm: [d], both or neither.
-    ahead: what other programs bring into the L2 cache meanwhile (`overlap.beginning`).
     """
     parts = parts.contiguous()
     num_parts, rows, outputs = parts.shape
@@ -65,9 +62,8 @@ def rope_and_write(
         grid = (kv_heads * triton.cdiv(rows, TILE_ROWS),)
         _rope_and_write_tile[grid](*tensors, *numbers, **sizes, ROWS=TILE_ROWS, num_warps=TILE_WARPS, **LAUNCH)
     elif rows:
-        # The first row's heads, then the next one's: after them come the programs that fetch ahead.
-        grid = (rows * (num_heads + 2 * kv_heads) + programs_ahead(ahead, _LINES),)
-        _rope_and_write[grid](*tensors, ahead, *numbers, **sizes, LINES=_LINES, num_warps=1, **LAUNCH)
+        grid = (rows * (num_heads + 2 * kv_heads),)
+        _rope_and_write[grid](*tensors, *numbers, **sizes, num_warps=1, **LAUNCH)
     return q
 
 
@@ -100,7 +96,6 @@ def _rope_and_write(
     q,
     keys,
     values,
-    ahead,
     eps,
     rows,
     table_width,
@@ -110,12 +105,8 @@ def _rope_and_write(
     PAGE: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    LINES: tl.constexpr,
 ):
     num_heads: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
-    if ahead is not None and tl.program_id(0) >= rows * num_heads:
-        fetch_ahead(ahead, tl.program_id(0) - rows * num_heads, LINES)
-        return
     row, head = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads
     width = num_heads * 2 * HALF
     pair = tl.arange(0, BLOCK)

@@ -140,7 +140,6 @@ class Model:
             return self._forward(x, rows, kv_cache, boundaries)
         last, eps = self.config.num_layers, self.config.rms_norm_eps
         norms = [*(layer.attention.norm for layer in self._layers[1:]), self._norm]
-        weights = [*(layer.attention.qkv.weight for layer in self._layers[1:]), self._head.weight]
         normed = rms_norm(x, self._layers[0].attention.norm, eps)
         aux = {}
         for index, (layer, cache) in enumerate(zip(self._layers, kv_cache.layers, strict=True)):
@@ -149,7 +148,7 @@ class Model:
             if index in boundaries:
                 aux[index] = x
             halves = layer.attention, layer.feed_forward
-            given = normed, x, *halves, rows, cache, norms[index], eps, weights[index]
+            given = normed, x, *halves, rows, cache, norms[index], eps
             if index == last - 1 and choosing is not None:
                 # Always by themselves: what else is asked for changes no choice.
                 chosen, _ = form.decoder_layer(*given, choosing)

@@ -32,12 +32,12 @@ def test_bits_depend_on_no_tile(random, dtype, monkeypatch):
     expected = linear_parts(x, weight)
     assert expected.shape == (2, 60, 70)
     close(expected.sum(0), x.float() @ weight.float().T, dtype)
-    for name, value in {"MANY_WARP_OUTPUTS": 32, "MOST_WARP_ROWS": 32, "UNROLLED": 2, "AHEAD": 0}.items():
+    for name, value in {"WARP_OUTPUTS": 32, "MOST_WARP_ROWS": 32, "UNROLLED": 2}.items():
         assert getattr(form, name) != value
         monkeypatch.setattr(form, name, value)
         assert torch.equal(linear_parts(x, weight), expected)
     assert torch.equal(linear_parts(x[50:], weight), expected[:, 50:])
-    monkeypatch.setattr(form, "BY_WARPS", 0)
+    monkeypatch.setattr(form, "_WIDE", 64)  # so that it goes through shared memory, as heads do
     close(linear_parts(x, weight), expected, torch.float32)
 
 

@@ -10,9 +10,8 @@ from kernels.rope import RotaryTable, apply_rope
 from kernels.swiglu import swiglu
 from kernels.triton_forms import rms_norm as form
 from kernels.triton_forms import rope_kv
-from kernels.triton_forms.overlap import beginning
 from kernels.triton_forms.rope_kv import rope_and_write
-from tests.kernels.triton_forms.conftest import INTERPRETED, close
+from tests.kernels.triton_forms.conftest import close
 
 EPS = 1e-5
 
@@ -43,14 +42,6 @@ def test_partial_sums_are_added_in_order(random, dtype):
         alone = form.add_rms_norm(parts[:, row : row + 1], residual[row : row + 1], weight, EPS, bias)
         assert torch.equal(alone[0][0], normed[row])
         assert torch.equal(alone[1][0], total[row])
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter fetches nothing ahead")
-def test_what_is_fetched_ahead_changes_nothing(random):
-    parts, residual, weight, ahead = random(3, 8, 90), random(8, 90), random(90), random(5000, 100)
-    found = form.add_rms_norm(parts, residual, weight, EPS, None, beginning(ahead, 1))
-    expected = form.add_rms_norm(parts, residual, weight, EPS)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("head_norms", [False, True])
