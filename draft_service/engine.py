@@ -12,6 +12,7 @@ from draft_service.pair_link import PairLink
 from draft_service.proposer import Chain, Proposer, Turn
 from draft_service.sequence import DraftSequence, Extend, take_rows
 from kernels.transfer import wait
+from outrider.durations import microseconds
 from outrider.errors import Cancelled
 
 # A step waits for sequences whose rows are on their way, at most this share of the last step's time.
@@ -188,11 +189,11 @@ class DraftEngine:
 
     def _answer(self, taken: list[list[Extend]], chains: dict[DraftSequence, Chain], started: float) -> None:
         """A Proposal for each sequence whose last command asked for one."""
-        compute_us, now = int(self._last_step * 1e6), time.perf_counter()
+        compute_us, now = microseconds(self._last_step), time.perf_counter()
         answers = []
         for last in (extends[-1] for extends in taken if extends[-1].num_draft_tokens):
             chain = chains.get(last.sequence) or Chain([], [])
-            queue_us = int(max(0.0, started - last.arrived) * 1e6)
+            queue_us = microseconds(started - last.arrived)
             position = last.proposal_position
             answers.append(Answer(last.sequence, chain, position, queue_us, compute_us, link=last.link))
             self._answered[last.sequence] = now

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from gateway.draft_session import DraftSequence
 from gateway.pairs import Draft, Target
+from outrider.durations import microseconds
 from outrider.v1 import target_pb2
 
 GrantRounds = target_pb2.TargetCommand.GrantRounds
 # What the pair may add to a request before it needs a new grant, which it gets long before it has: a gateway that
 # stands still stops it.
 GRANT_TOKENS = 64
-_LONGEST_TIMEOUT_US = 2**32 - 1  # what the field holds, more than an hour
 
 
 class PairGrant:
@@ -32,7 +32,7 @@ class PairGrant:
             link_id=sequence.link_id,
             until_length=self._until,
             num_draft_tokens=min(num_draft_tokens, draft.info.max_draft_tokens),
-            timeout_us=min(int(sequence.session.timeout * 1e6), _LONGEST_TIMEOUT_US),
+            timeout_us=microseconds(sequence.session.timeout),
         )
 
     def next_alone(self, target: Target, length: int, end: int) -> GrantRounds | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from outrider.durations import microseconds
 from outrider.errors import to_status
 from outrider.tensors import encode
 from outrider.v1 import common_pb2, target_pb2
 from target_service.commands import Advanced, Event, Failed, Prefilled, Rows, Stats
 from target_service.logprobs import TokenLogprobs
-
-_MICROSECONDS = 1_000_000
 
 
 def verify_response(batch: tuple[list[Event], Stats]) -> target_pb2.VerifyResponse:
@@ -23,8 +22,8 @@ def _event_message(event: Event) -> target_pb2.TargetEvent:
         return target_pb2.TargetEvent(sequence_id=event.sequence_id, error=to_status(event.error))
     message = target_pb2.TargetEvent(
         sequence_id=event.sequence_id,
-        queue_us=max(int(event.timing.queue * _MICROSECONDS), 0),
-        compute_us=int(event.timing.compute * _MICROSECONDS),
+        queue_us=microseconds(event.timing.queue),
+        compute_us=microseconds(event.timing.compute),
     )
     if isinstance(event, Advanced):
         _fill_advanced(message.advanced, event)
@@ -38,7 +37,7 @@ def _stats_message(stats: Stats) -> target_pb2.StepStats:
     return target_pb2.StepStats(
         batch_size=stats.batch_size,
         num_tokens=stats.num_tokens,
-        compute_us=int(stats.compute * _MICROSECONDS),
+        compute_us=microseconds(stats.compute),
         queue_depth=stats.queue_depth,
         kv_cache_usage=stats.kv_cache_usage,
     )

@@ -15,6 +15,7 @@ import torch
 from google.protobuf.message import DecodeError
 from google.rpc import code_pb2
 
+from outrider.durations import microseconds
 from outrider.pair_socket import PairSocket
 from outrider.v1 import draft_pb2, target_pb2
 from target_service.commands import Advance, Command, Proposed, Rows, Unlinked
@@ -198,7 +199,7 @@ class PairRounds:
     def _advance(self, sequence: Sequence, pair_round: PairRound, chain: list[int]) -> Advance:
         assert sequence.wait is not None
         now = time.monotonic()
-        pair_round.waited_us = int((now - sequence.wait.asked) * 1e6)
+        pair_round.waited_us = microseconds(now - sequence.wait.asked)
         pair_round.num_late, pair_round.num_cut = sequence.num_late, sequence.num_cut
         sequence.wait, sequence.num_late, sequence.num_cut = None, 0, 0
         self._waiting.discard(sequence)

@@ -5,18 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from google.rpc import code_pb2
 
+from outrider.durations import LONGEST_US
 from outrider.errors import InvalidArgument
 from outrider.pair_socket import FEATURE, PairSocket
 from outrider.v1 import common_pb2, draft_pb2, target_pb2
+from target_service.commands import AuxRequest, Grant, Rows
+from target_service.pair_rounds import PairRounds
+from target_service.sequence import Sequence
 from tests.models import write_tiny_llama
 from tests.processes import Service
 from tests.scripted.cluster import eventually
 from tests.target_service.attached_draft import Draft
+from tests.target_service.builders import LIMITS, make_open
 from tests.target_service.client import Client, Session
 
 PROMPT = list(range(5, 45))
@@ -313,3 +320,16 @@ async def test_a_draft_that_attaches_without_it_has_no_socket(target) -> None:
         draft = Draft(client, "plain")
         assert (await draft.attach()).socket_name == ""
         await draft.detach()
+
+
+def test_a_draft_that_is_later_than_a_message_can_say_is_late_all_the_same(monkeypatch) -> None:
+    pairs, aux = PairRounds(LIMITS), AuxRequest((1,), common_pb2.TRANSPORT_SHARED_MEMORY, "draft-1")
+    pairs.link(Mock(draft_instance_id="draft-1", ended=False))
+    sequence = Sequence.of(replace(make_open(1, 10), aux=aux), 1)
+    sequence.grant = Grant(None, 1, "draft-1", 77, 20, 3, LONGEST_US * 1e-6)
+    assert pairs.hand_over(sequence, Rows(8, common_pb2.Tensor(shape=[1, 4])), [5])
+    now = pairs.next_deadline() + 1
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    (advance,) = pairs.late(now)
+    assert advance.pair_round == PairRound(no_chain=PairRound.NO_CHAIN_LATE, waited_us=LONGEST_US)
+    assert pairs.next_deadline() is None and sequence.wait is None

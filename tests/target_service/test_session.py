@@ -7,9 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.durations import LONGEST_US
 from outrider.errors import Unavailable
 from outrider.v1 import common_pb2, target_pb2
 from target_service.commands import Advanced, Close, EndSession, Failed, Prefilled, Rows, RowsWritten, Stats, Timing
+from target_service.encoding import verify_response
 from target_service.limits import Limits
 from target_service.session import PIECE_BYTES, VerifySession
 from target_service.validation import CommandReader
@@ -163,3 +165,9 @@ def test_events_keep_their_order_within_a_sequence(actions):
         assert len(acknowledged) == sum(kind == "chunk" for kind, _, _ in actions)
 
     asyncio.run(run())
+
+
+def test_a_sequence_that_has_waited_for_hours_is_told_so_as_far_as_the_field_goes():
+    hours = Timing(8000.0, 5000.0)
+    answer = verify_response(([Prefilled(1, 3, None, [], 1, hours)], Stats(compute=5000.0)))
+    assert {answer.events[0].queue_us, answer.events[0].compute_us, answer.stats.compute_us} == {LONGEST_US}
