@@ -89,7 +89,9 @@ def test_none_is_left_where_no_draft_is() -> None:
     assert begun.step([7]) == ("", target_pb2.TargetCommand.GrantRounds())
 
 
-@pytest.mark.parametrize("seconds, microseconds", [(0.001, 1000), (4294.0, 4_294_000_000), (1e9, 2**32 - 1), (math.inf, 2**32 - 1)])
+@pytest.mark.parametrize(
+    "seconds, microseconds", [(0.001, 1000), (4294.0, 4_294_000_000), (1e9, 2**32 - 1), (math.inf, 2**32 - 1)]
+)
 def test_any_time_out_fits_a_grant(seconds: float, microseconds: int) -> None:
     draft = new_draft("one", timeout=seconds)
     sequence = draft.session.open(draft_pb2.DraftCommand.OpenDraft(link_id=5))
