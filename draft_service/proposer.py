@@ -46,6 +46,10 @@ class Limits:
         return self.max_sequence_length + self.max_draft_tokens
 
 
+# What is run to compile kernels: rows of a prompt, and numbers of sequences.
+_PROMPT_ROWS, _SEQUENCES = 1024, (1, 9, 17, 33)
+
+
 class Proposer:
     """Runs steps of one draft model over one cache."""
 
@@ -60,15 +64,19 @@ class Proposer:
         self._static_steps = None if graphs is None else StaticSteps(model, cache, self.chooser, graphs)
 
     def warm_up(self) -> None:
-        """Compiles what steps run; before the first one, which would wait for it."""
-        sequence = DraftSequence(None, 0, ProposalSampling(seed=0))
-        for count, num_tokens in ((min(200, self.limits.max_sequence_length - 2), 0), (2, 2)):
-            first = sequence.end
-            sequence.end += count
-            self.cache.reserve(sequence, sequence.end + num_tokens)
+        """Compiles what steps run; before the first one, which would wait for it, and everybody with it.
+
+        Kernels differ for a prompt and for chains of one sequence, a few, more and many.
+        """
+        prompt = min(_PROMPT_ROWS, self.limits.max_sequence_length - 2)
+        for num_sequences, count, num_tokens in ((1, prompt, 0), *((number, 2, 2) for number in _SEQUENCES)):
             states = torch.zeros(count, self.model.draft.input_width, dtype=self.model.dtype)
-            self.step([Turn(sequence, NewRows(first, [(states, np.zeros(count, dtype=np.int64))], count), num_tokens)])
-        self.cache.release(sequence)
+            rows = NewRows(0, [(states, np.zeros(count, dtype=np.int64))], count)
+            sequences = [DraftSequence(None, 0, ProposalSampling(seed=0), end=count) for _ in range(num_sequences)]
+            if all(self.cache.reserve(sequence, count + num_tokens) for sequence in sequences):
+                self.step([Turn(sequence, rows, num_tokens) for sequence in sequences])
+            for sequence in sequences:
+                self.cache.release(sequence)
 
     @torch.inference_mode()
     def step(self, turns: Sequence[Turn]) -> list[Chain]:

@@ -175,7 +175,7 @@ def _steady(row: Row) -> str:
 
 
 def _equal(measured: Measured) -> str:
-    chains = (found(measured, "exactness") or {}).get("chains", [])
+    chains = [chain for chain in (found(measured, "exactness") or {}).get("chains", []) if chain["texts"]]
     shares = [f"K = {chain['chain']}: {chain['equal'] / chain['texts']:.1%} of {chain['texts']}" for chain in chains]
     return ", ".join(shares) or NOT_MEASURED
 

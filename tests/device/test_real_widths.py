@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kernels import moe, native
+from kernels.triton_forms import layer
 from outrider.checkpoint import Checkpoint
 from outrider.synthetic_models import synthetic_model
 from target_service.models import ForwardBatch, Model, build_model, load_model
@@ -84,9 +85,13 @@ def answer(model: Model) -> Answer:
     sequences = torch.arange(SEQUENCES, device=DEVICE).int().repeat_interleave(LENGTH)
     pages = torch.arange(SEQUENCES, device=DEVICE).int()[:, None]
     batch = ForwardBatch(tokens, places, sequences, pages, num_chain_rows=0)
-    with heard(moe, "route", lambda result: result[0]) as experts:
+    # The kernels' layers choose by themselves, the PyTorch form's in `moe`.
+    with (
+        heard(layer, "choose_experts", lambda result: result[0]) as by_kernels,
+        heard(moe, "route", lambda result: result[0]) as by_torch,
+    ):
         hidden = model.forward(batch, model.new_kv_cache(SEQUENCES)).hidden
-    return Answer(model.logits(hidden).double(), experts)
+    return Answer(model.logits(hidden).double(), by_kernels or by_torch)
 
 
 def transformers_answer(checkpoint: Path) -> Answer:
