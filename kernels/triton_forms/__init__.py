@@ -2,8 +2,8 @@
 
 Only `wanted` may be imported without Triton; each other file is imported when its operation is first asked for.
 
-Tests compare all of it with the PyTorch forms, in Triton's interpreter (TRITON_INTERPRET=1) in float32 and float16, and on
-a device in bfloat16, too; block sizes are those that were fastest on an H200 (docs/performance.md).
+Tests compare all of it with the PyTorch forms, in Triton's interpreter (TRITON_INTERPRET=1) in float32 and float16, and
+on a device in bfloat16, too; block sizes are those that were fastest on an H200 (docs/performance.md).
 
 Rows keep their bits: a tile has the same shape for 1 to 8 rows, sums over inputs and keys are split at places that
 depend on the shape of the weight and on absolute positions only, and their parts are added in one order. Kernels are

@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 
 from kernels.triton_forms import mxfp4
-from kernels.triton_forms.mxfp4 import PackedExperts, load_tile, shuffled, shuffled_place, unpack
+from kernels.triton_forms.mxfp4 import PackedExperts, shuffled, shuffled_place
+from kernels.triton_forms.mxfp4_products import product_of_few, product_of_many
 from kernels.triton_forms.pairs import sort_pairs
 
 FEW_ROWS = 16
@@ -187,67 +188,6 @@ def _rows_of_tile(
     return expert, tl.load(order + place, mask=inside, other=0).to(tl.int32), inside, exists
 
 
-@triton.jit
-def _product_of_few(
-    x,
-    values,
-    scales,
-    x_row,
-    begin,
-    end,
-    INPUTS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_OUTPUTS: tl.constexpr,
-    UNROLLED: tl.constexpr,
-    BF16: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """[TILE_OUTPUTS, TILE_ROWS]: one warp, whose threads read what they multiply with, and share nothing."""
-    # [t, row, low or high, one of eight]: in this order of dimensions a thread loads what it multiplies with.
-    of_lane = tl.arange(0, 4)[:, None, None, None] * 8 + tl.arange(0, 2)[None, None, :, None] * 32
-    of_lane += tl.arange(0, 8)[None, None, None, :]
-    x_places = x + (x_row[None, :, None, None] * INPUTS + of_lane)
-    acc = tl.zeros((TILE_OUTPUTS, TILE_ROWS), tl.float32)
-    for first in range(begin, end, UNROLLED):
-        packed, words, columns = (), (), ()
-        for one in tl.static_range(UNROLLED):
-            packed += (load_tile(values + (first + one) * 512),)  # type: ignore[assignment]
-            words += (tl.load(scales + (first + one) * 8),)  # type: ignore[assignment]
-            columns += (tl.load(x_places + (first + one) * 64),)  # type: ignore[assignment]
-        for one in tl.static_range(UNROLLED):
-            weights = unpack(packed[one], words[one], False, BF16, x.dtype.element_ty)
-            # [t, row, block, word, low or high, one of two], as inputs and rows.
-            fragments = tl.reshape(columns[one], (4, TILE_ROWS, 2, 2, 2, 2))
-            fragments = fragments.permute(2, 4, 0, 3, 5, 1).reshape(64, TILE_ROWS)
-            acc = tl.dot(weights, fragments, acc, input_precision=PRECISION)
-    return acc
-
-
-@triton.jit
-def _product_of_many(
-    x,
-    values,
-    scales,
-    x_row,
-    begin,
-    end,
-    INPUTS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_OUTPUTS: tl.constexpr,
-    BF16: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """[TILE_OUTPUTS, TILE_ROWS], of x whose inputs are `shuffled`."""
-    x_places = x + (x_row[None, :] * INPUTS + tl.arange(0, 64)[:, None])
-    acc = tl.zeros((TILE_OUTPUTS, TILE_ROWS), tl.float32)
-    for step in range(begin, end):
-        columns = tl.load(x_places + step * 64)
-        packed, words = load_tile(values + step * 512), tl.load(scales + step * 8)
-        weights = unpack(packed, words, True, BF16, x.dtype.element_ty)
-        acc = tl.dot(weights, columns, acc, input_precision=PRECISION)
-    return acc
-
-
 @triton.jit(do_not_specialize=["rows"])
 def _experts(
     x,
@@ -302,7 +242,7 @@ def _experts(
     x_row = tl.where(inside, pairs // TOP_K if GATED else pairs, 0)
     begin, end = split * SPAN, tl.minimum((split + 1) * SPAN, STEPS)
     if SMALL:
-        acc = _product_of_few(
+        acc = product_of_few(
             x,
             value_places,
             scale_places,
@@ -317,7 +257,7 @@ def _experts(
             PRECISION,
         )
     else:
-        acc = _product_of_many(
+        acc = product_of_many(
             x, value_places, scale_places, x_row, begin, end, INPUTS, TILE_ROWS, TILE_OUTPUTS, BF16, PRECISION
         )
 
