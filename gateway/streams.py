@@ -13,13 +13,12 @@ from typing import Any, Generic, TypeVar, cast
 
 import grpc
 
+from outrider.channels import FULL_MESSAGE_BYTES
+
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 
 log = logging.getLogger(__name__)
-
-# A message is closed to further commands above this, far below what a service accepts (64 MiB).
-FULL_MESSAGE_BYTES = 4 << 20
 
 
 def after_writes(callback: Callable[..., object], *args: object) -> None:

@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 CLIENT_MESSAGE_BYTES = 8 << 20  # from clients to the gateway
 SERVICE_MESSAGE_BYTES = 64 << 20  # between services
+FULL_MESSAGE_BYTES = 4 << 20  # what gathers for a service goes into the next message above this
 
 _KEEPALIVE = [
     ("grpc.keepalive_time_ms", 10_000),

@@ -1,7 +1,8 @@
 """One Verify stream: what goes to the engine, and in which order its events leave.
 
-Whatever is ready goes into one message, except prompt rows that travel inline: those go in pieces of at most 512 KiB,
-one a message, behind the other sequences' events, and the engine computes at most two chunks ahead of them.
+Whatever is ready goes into one message, up to 4 MiB, except what a prompt has much of: rows that travel inline, and
+log-probabilities. Those go in pieces of at most 512 KiB, one a message, behind the other sequences' events, and the
+engine computes at most two chunks ahead of such rows.
 """
 
 from __future__ import annotations
@@ -10,15 +11,21 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import torch
 
+from outrider.channels import FULL_MESSAGE_BYTES
 from outrider.v1 import target_pb2
-from target_service.commands import Close, EndSession, Event, Prefilled, Rows, RowsWritten, Stats
+from target_service.commands import Close, EndSession, Event, Failed, Prefilled, Rows, RowsWritten, Stats
+from target_service.logprobs import TokenLogprobs
 from target_service.validation import CommandReader
 
-# Inline prompt rows of one message.
+# Inline rows of a prompt in one message, and its log-probabilities.
 PIECE_BYTES = 512 << 10
+# About what they take: a token with its log-probability, and the rest of an event.
+_LOGPROB_BYTES = 12
+_EVENT_BYTES = 64
 
 
 class VerifySession:
@@ -58,11 +65,11 @@ class VerifySession:
 
 
 class SessionOutbox:
-    """Events in order within a sequence; small ones pass other sequences' prompt rows."""
+    """Events in order within a sequence; small ones pass other sequences' pieces of prompts."""
 
     def __init__(self) -> None:
         self._small: deque[Event] = deque()
-        # Per sequence, what must not pass its prompt rows: those, in pieces, and all that came after.
+        # Per sequence, what must not pass its prompt's pieces: those, and all that came after.
         self._held: dict[int, deque[_Held]] = {}
         # The sequence whose chunk ended in the message that was taken last.
         self._leaving: int | None = None
@@ -73,7 +80,7 @@ class SessionOutbox:
         """Appends events that the engine has emitted."""
         self._stats = stats
         for event in events:
-            if event.sequence_id in self._held or _has_inline_rows(event):
+            if event.sequence_id in self._held or _is_long(event):
                 self._held.setdefault(event.sequence_id, deque()).extend(_pieces(event))
             else:
                 self._small.append(event)
@@ -94,13 +101,16 @@ class SessionOutbox:
         return not self._small and not self._held
 
     async def next_events(self) -> tuple[list[Event], Stats]:
-        """All small events that wait, then at most one piece of prompt rows; waits until there is any."""
+        """All small events that wait, or a message full, then at most one piece of a prompt; waits for any."""
         while self.empty:
             self._ready.clear()
             await self._ready.wait()
-        events = list(self._small)
-        self._small.clear()
-        if self._held:
+        events: list[Event] = []
+        room = FULL_MESSAGE_BYTES
+        while self._small and room > 0:
+            events.append(self._small.popleft())
+            room -= _num_bytes(events[-1])
+        if self._held and not self._small:  # else it might pass what comes before it
             events += self._next_held()
         return events, self._stats
 
@@ -108,11 +118,12 @@ class SessionOutbox:
         """The oldest sequence's next piece, and the small events right behind it."""
         sequence_id, held = next(iter(self._held.items()))
         first = held.popleft()
-        events = [first.event]
-        if first.ends_chunk:
+        events, room = [first.event], FULL_MESSAGE_BYTES
+        if first.ends_rows:
             self._leaving = sequence_id
-        while held and not _has_inline_rows(held[0].event):
+        while held and not held[0].is_piece and room > 0:
             events.append(held.popleft().event)
+            room -= _num_bytes(events[-1])
         if not held:
             del self._held[sequence_id]
         return events
@@ -120,27 +131,59 @@ class SessionOutbox:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """An event that waits; `ends_chunk` marks the last piece of a prompt chunk's rows."""
+    """An event that waits. `is_piece`: a part of a prompt's chunk. `ends_rows`: the last of one with inline rows."""
 
     event: Event
-    ends_chunk: bool
+    is_piece: bool = False
+    ends_rows: bool = False
 
 
-def _has_inline_rows(event: Event) -> bool:
-    return isinstance(event, Prefilled) and event.rows is not None and event.rows.inline
+def _is_long(event: Event) -> bool:
+    return isinstance(event, Prefilled) and (_inline(event.rows) or _num_bytes(event) > PIECE_BYTES)
+
+
+def _inline(rows: Rows | None) -> bool:
+    return rows is not None and rows.inline
+
+
+def _num_bytes(event: Event) -> int:
+    """About as much as the event takes in a message."""
+    if isinstance(event, Failed):
+        return _EVENT_BYTES
+    entries = event.prompt_logprobs if isinstance(event, Prefilled) else event.logprobs
+    rows = event.rows
+    return (
+        _EVENT_BYTES
+        + sum([_LOGPROB_BYTES * (1 + len(entry.top)) for entry in entries])
+        + (rows.num_bytes if rows is not None and rows.inline else 0)
+    )
 
 
 def _pieces(event: Event) -> Iterator[_Held]:
-    """The event itself, or its rows in pieces; the first carries what else there is to say."""
-    if not isinstance(event, Prefilled) or event.rows is None or not isinstance(event.rows.tensor, torch.Tensor):
-        yield _Held(event, ends_chunk=False)
+    """The event itself, or a long one's rows and log-probabilities in pieces."""
+    if not isinstance(event, Prefilled) or not _is_long(event):
+        yield _Held(event)
         return
-    rows, tensor = event.rows, event.rows.tensor
-    row_bytes = tensor.shape[1] * tensor.element_size()
-    parts = tensor.split(max(PIECE_BYTES // row_bytes, 1))
+    parts = list(zip_longest(_row_pieces(event.rows), _logprob_pieces(event.prompt_logprobs)))
+    position = event.first_logprob_position
+    for place, (rows, entries) in enumerate(parts, start=1):
+        piece = replace(event, rows=rows, prompt_logprobs=entries or [], first_logprob_position=position)
+        yield _Held(piece, is_piece=True, ends_rows=_inline(event.rows) and place == len(parts))
+        position += len(entries or ())
+
+
+def _row_pieces(rows: Rows | None) -> Iterator[Rows | None]:
+    if rows is None or not isinstance(rows.tensor, torch.Tensor):
+        yield rows
+        return
+    row_bytes = rows.tensor.shape[1] * rows.tensor.element_size()
     position = rows.first_position
-    for part in parts:
-        logprobs = event.prompt_logprobs if part is parts[0] else []
-        piece = replace(event, rows=Rows(position, part), prompt_logprobs=logprobs)
-        yield _Held(piece, ends_chunk=part is parts[-1])
+    for part in rows.tensor.split(max(PIECE_BYTES // row_bytes, 1)):
+        yield Rows(position, part)
         position += len(part)
+
+
+def _logprob_pieces(entries: list[TokenLogprobs]) -> Iterator[list[TokenLogprobs]]:
+    if entries:
+        count = max(PIECE_BYTES // (_LOGPROB_BYTES * (1 + len(entries[0].top))), 1)
+        yield from (entries[first : first + count] for first in range(0, len(entries), count))

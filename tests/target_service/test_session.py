@@ -1,20 +1,23 @@
 """In which order a session's events leave, and how far the engine may run ahead."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.channels import FULL_MESSAGE_BYTES
 from outrider.durations import LONGEST_US
 from outrider.errors import Unavailable
 from outrider.v1 import common_pb2, target_pb2
 from target_service.commands import Advanced, Close, EndSession, Failed, Prefilled, Rows, RowsWritten, Stats, Timing
 from target_service.encoding import verify_response
 from target_service.limits import Limits
+from target_service.logprobs import TokenLogprobs
 from target_service.session import PIECE_BYTES, VerifySession
-from target_service.validation import CommandReader
+from target_service.validation import MAX_TOP_LOGPROBS, CommandReader
 
 WIDTH = 1024  # a row of float32 is 4 KiB, a piece 128 rows
 PIECE_ROWS = PIECE_BYTES // (4 * WIDTH)
@@ -35,8 +38,19 @@ def prefilled(sequence_id, first, count):
     return Prefilled(sequence_id, first + count, Rows(first, rows), [], first + 1, Timing())
 
 
-def advanced(sequence_id, *token_ids):
-    return Advanced(sequence_id, list(token_ids), 0, None, [], common_pb2.FINISH_REASON_UNSPECIFIED, Timing())
+def advanced(sequence_id, *token_ids, logprobs=()):
+    goes_on = common_pb2.FINISH_REASON_UNSPECIFIED
+    return Advanced(sequence_id, list(token_ids), 0, None, list(logprobs), goes_on, Timing())
+
+
+def most_logprobs(count):
+    """What is reported of so many tokens where all alternatives are wanted that may be; ranks tell them apart."""
+    top = [(200_000 + i, -1.5) for i in range(MAX_TOP_LOGPROBS)]
+    return [TokenLogprobs(-1.5, rank, top) for rank in range(count)]
+
+
+def sizes(messages):
+    return [verify_response((events, Stats())).ByteSize() for events in messages]
 
 
 @pytest.fixture
@@ -110,6 +124,35 @@ async def test_what_a_closed_sequence_would_still_get_is_dropped(session, submit
     session.dispatch(target_pb2.VerifyRequest(commands=[target_pb2.TargetCommand(sequence_id=1, close={})]))
     assert submitted == [Close(session, 1)]
     assert session.idle
+
+
+async def test_what_gathers_while_a_message_is_written_fills_several(session):
+    """A gateway that stood still would not take what many sequences have emitted by then in one message."""
+    events = [advanced(1 + i % 3, i, logprobs=most_logprobs(1)) for i in range(600)]
+    session.take(events, Stats())
+    session.take([prefilled(1, 0, 5)], Stats())
+    messages = await drain(session)
+    assert max(sizes(messages)) < 1.2 * FULL_MESSAGE_BYTES and len(messages) in (2, 3)
+    *told, last = [event for message in messages for event in message]
+    assert [event.token_ids[0] for event in told] == list(range(600))
+    assert isinstance(last, Prefilled), "what came last is not told first"
+
+
+@pytest.mark.parametrize("num_rows", [0, 2 * PIECE_ROWS])
+async def test_log_probabilities_of_a_prompt_go_in_pieces_too(session, submitted, num_rows):
+    chunk = prefilled(1, 7, num_rows) if num_rows else Prefilled(1, 7, None, [], 8, Timing())
+    expected = most_logprobs(200)
+    session.take([replace(chunk, prompt_logprobs=expected), advanced(1, 5), advanced(2, 6)], Stats())
+    messages = await drain(session)
+    assert [event.sequence_id for event in messages[0]] == [2, 1], "others pass"
+    assert max(sizes(messages)) < 1.2 * (PIECE_BYTES + (PIECE_BYTES if num_rows else 0))
+    *pieces, last = [event for message in messages for event in message if event.sequence_id == 1]
+    assert [entry for piece in pieces for entry in piece.prompt_logprobs] == expected and last == advanced(1, 5)
+    assert all(piece.first_logprob_position == 8 + piece.prompt_logprobs[0].rank for piece in pieces)
+    assert sum(len(piece.rows.tensor) for piece in pieces if piece.rows) == num_rows
+    session.take([advanced(9, 0)], Stats())
+    await session.next_batch()
+    assert submitted == [RowsWritten(session, 1)] * bool(num_rows)
 
 
 async def test_the_writer_waits_for_events(session):
