@@ -127,12 +127,12 @@ class TargetSession:
             sequence.lose("the session has ended")
             return sequence
         self.sequences[sequence.id] = sequence
-        self.command(sequence.id).open.CopyFrom(command)
+        self.command(sequence.id, command.ByteSize()).open.CopyFrom(command)
         return sequence
 
-    def command(self, sequence_id: int) -> target_pb2.TargetCommand:
-        """A new command in the next message."""
-        return self._stream.message().commands.add(sequence_id=sequence_id)
+    def command(self, sequence_id: int, num_bytes: int = 0) -> target_pb2.TargetCommand:
+        """A new command in the next message, with so much payload."""
+        return self._stream.message(num_bytes).commands.add(sequence_id=sequence_id)
 
     def forget(self, sequence: TargetSequence) -> None:
         """No events are expected for it any more."""

@@ -11,7 +11,9 @@ import pytest
 from gateway.draft_session import UNANSWERED_SECONDS, DraftSession
 from gateway.fit import check_draft, check_target, common_transport
 from gateway.outlet import Outlet
+from gateway.target_session import OpenSequence, TargetSession
 from gateway.usage import UsageCounter
+from outrider.channels import FULL_MESSAGE_BYTES
 from outrider.errors import Cancelled, FailedPrecondition
 from outrider.v1 import common_pb2, draft_pb2, gateway_pb2, target_pb2
 
@@ -162,3 +164,21 @@ def test_usage_counts_by_definition() -> None:
     assert usage.verify_steps == 4 and usage.draft_tokens == 8 and usage.accepted_tokens == 4
     assert list(usage.acceptance_histogram) == [1, 1, 0, 1]
     assert list(usage.drafted_per_position) == [3, 3, 2]
+
+
+async def test_prompts_that_are_opened_together_go_in_several_messages() -> None:
+    """After a target was lost all of its requests come at once: one message of them all might be too long."""
+    written: list[target_pb2.VerifyRequest] = []
+
+    async def write(message: target_pb2.VerifyRequest) -> None:
+        written.append(message)
+
+    call = SimpleNamespace(write=write, read=asyncio.Event().wait, cancel=lambda: None)
+    session = TargetSession(SimpleNamespace(Verify=lambda: call), lambda _: None, lambda _: None)  # type: ignore[arg-type]
+    for _ in range(30):
+        session.open(OpenSequence(token_ids=[200_000] * 100_000))
+    while sum(len(message.commands) for message in written) < 30:
+        await asyncio.sleep(0)
+    session.close()
+    assert [command.sequence_id for message in written for command in message.commands] == list(range(1, 31))
+    assert max(message.ByteSize() for message in written) < 1.2 * FULL_MESSAGE_BYTES
