@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+import torch
+
 from draft_service.metrics import DraftMetrics
 from draft_service.proposer import Chain, Proposer
 from draft_service.sequence import DraftSequence, Extend
@@ -32,10 +34,14 @@ class Close:
 
 @dataclass(slots=True)
 class Ask:
-    """An ExtendDraft from the target itself, which names the sequence by its link_id. Not checked yet."""
+    """An ExtendDraft from the target itself, which names the sequence by its link_id. Not checked yet.
+
+    `states`: its rows, where they were read, and checked, with those of the others in the packet.
+    """
 
     link: PairLink
     message: draft_pb2.DraftCommand
+    states: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ class DraftEngine:
             if isinstance(command, Extend):
                 self._extend(command)
             elif isinstance(command, Ask):
-                if extend := command.link.read_extend(command.message, self._linked.get(command.message.sequence_id)):
+                if extend := command.link.read_extend(command, self._linked.get(command.message.sequence_id)):
                     self._extend(extend)
             elif isinstance(command, Open):
                 self._open(command.sequence)

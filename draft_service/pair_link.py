@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from itertools import repeat
 
 from google.protobuf.message import DecodeError
 
 from draft_service.commands import Answer, Ask, Command
+from draft_service.packet import joint_states
 from draft_service.sequence import DraftSequence, Extend
 from draft_service.validation import CommandRules, read_extend
 from outrider.errors import InvalidArgument, NotFound, OutriderError, to_status
@@ -42,22 +44,24 @@ class PairLink:
         batches: list[list[Command]] = []
         try:
             for packet in self._end.receive():
-                message = draft_pb2.ProposeRequest.FromString(packet)
-                batches.append([Ask(self, command) for command in message.commands])
+                messages = draft_pb2.ProposeRequest.FromString(packet).commands
+                states = joint_states(messages, self._rules) or repeat(None)
+                batches.append([Ask(self, message, rows) for message, rows in zip(messages, states, strict=False)])
         except DecodeError:
             log.error("the target's socket: expected a ProposeRequest, found another packet")
             self._end.ended = True
         return batches
 
-    def read_extend(self, command: draft_pb2.DraftCommand, sequence: DraftSequence | None) -> Extend | None:
+    def read_extend(self, ask: Ask, sequence: DraftSequence | None) -> Extend | None:
         """The rows for a sequence, checked; None, and the target is told, where that cannot be."""
+        command = ask.message
         try:
             if not command.HasField("extend"):
                 raise InvalidArgument("command", "expected extend, and nothing else through a pair's socket")
             if sequence is None:
                 self._release(command.extend)
                 raise NotFound(f"link_id: no open sequence {command.sequence_id}")
-            extend = read_extend(command.extend, sequence, self._rules)
+            extend = read_extend(command.extend, sequence, self._rules, ask.states)
         except OutriderError as error:
             self.refuse(command.sequence_id, error)
             return None

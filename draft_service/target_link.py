@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 import grpc
@@ -131,13 +131,17 @@ class TargetLink:
 
         Raises InvalidArgument where it is not inside one.
         """
+        return self.resolve_run([slice_], size)
+
+    def resolve_run(self, slices: Sequence[common_pb2.BufferSlice], size: int) -> torch.Tensor:
+        """The same from the first of several on, which all lie in it."""
         try:
-            memory = self._slices.resolve(slice_, size)
-            self._unread.add((slice_.buffer_id, slice_.generation))
-            return memory
+            memory = self._slices.resolve(slices[0], size)
         except InvalidArgument as error:
             text = error.message.removeprefix(f"{error.field}: ")
             raise InvalidArgument(f"extend.hidden_states.tensor.{error.field}", text) from None
+        self._unread.update([(slice_.buffer_id, slice_.generation) for slice_ in slices])
+        return memory
 
     def release(self, slice_: common_pb2.BufferSlice) -> None:
         """Tells the target, soon, that the slice was read; from any thread. Nothing once the attachment ended."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,6 +29,9 @@ class SliceReader(Protocol):
 
     def resolve(self, slice_: common_pb2.BufferSlice, size: int) -> torch.Tensor:
         """The slice's memory, uint8 [size]. Raises InvalidArgument for an unknown buffer or a range outside it."""
+
+    def resolve_run(self, slices: Sequence[common_pb2.BufferSlice], size: int) -> torch.Tensor:
+        """The memory, uint8 [size], from the first of them on, with all others in it. Raises as `resolve` does."""
 
     def release(self, slice_: common_pb2.BufferSlice) -> None:
         """Tells the target that the slice was read; from any thread."""
@@ -65,17 +68,25 @@ def read_sampling(message: common_pb2.SamplingParams, rules: CommandRules) -> Pr
     )
 
 
-def read_extend(command: draft_pb2.DraftCommand.ExtendDraft, sequence: DraftSequence, rules: CommandRules) -> Extend:
-    """The command for the engine. States inline share the message's memory, others the buffer's."""
+def read_extend(
+    command: draft_pb2.DraftCommand.ExtendDraft,
+    sequence: DraftSequence,
+    rules: CommandRules,
+    states: torch.Tensor | None = None,
+) -> Extend:
+    """The command for the engine. States inline share the message's memory, others the buffer's.
+
+    `states`: where they have been read and checked already.
+    """
     message = command.hidden_states.tensor
-    states = decode(message, "extend.hidden_states.tensor", rules.slices.resolve)
+    decoded = decode(message, "extend.hidden_states.tensor", rules.slices.resolve) if states is None else states
     on_read = _on_read(message, rules.slices)
     try:
         return Extend(
             sequence,
             _checked_first_position(command, len(command.token_ids)),
-            _checked_states(states, rules),
-            _checked_token_ids(command, len(states), rules),
+            _checked_states(decoded, rules) if states is None else states,
+            _checked_token_ids(command, decoded.shape[0], rules),
             command.num_draft_tokens,
             _checked_confidence(command),
             time.perf_counter(),
