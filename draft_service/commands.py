@@ -78,9 +78,14 @@ class Answer:
         """As a message, for whoever calls the sequence so."""
         if self.error is not None:
             return draft_pb2.DraftEvent(sequence_id=sequence_id, error=to_status(self.error))
-        event = draft_pb2.DraftEvent(sequence_id=sequence_id, queue_us=self.queue_us, compute_us=self.compute_us)
-        proposal = event.proposal  # set part by part, since a message given to a constructor is copied
+        event = draft_pb2.DraftEvent()
+        self.fill(event, sequence_id)
+        return event
+
+    def fill(self, event: draft_pb2.DraftEvent, sequence_id: int) -> None:
+        """Makes an empty event that of a chain: field by field, since a message that is given to another is copied."""
+        event.sequence_id, event.queue_us, event.compute_us = sequence_id, self.queue_us, self.compute_us
+        proposal = event.proposal
         proposal.first_position = self.first_position
         proposal.token_ids.extend(self.chain.token_ids)
         proposal.probabilities.extend(self.chain.probabilities)
-        return event

@@ -69,15 +69,19 @@ class PairLink:
         return extend
 
     def answer(self, answers: Iterable[Answer]) -> None:
-        """Sends what a step proposed. A target that is gone is known by the end of the attachment."""
-        self._send(answer.event(answer.sequence.link_id) for answer in answers)
+        """Sends the chains that a step proposed. A target that is gone is known by the end of the attachment."""
+        message = draft_pb2.ProposeResponse()
+        for answer in answers:
+            answer.fill(message.events.add(), answer.sequence.link_id)
+        self._send(message)
 
     def refuse(self, link_id: int, error: Exception) -> None:
         """There will be no chain."""
-        self._send([draft_pb2.DraftEvent(sequence_id=link_id, error=to_status(error))])
+        event = draft_pb2.DraftEvent(sequence_id=link_id, error=to_status(error))
+        self._send(draft_pb2.ProposeResponse(events=[event]))
 
-    def _send(self, events: Iterable[draft_pb2.DraftEvent]) -> None:
-        if not self._end.send(draft_pb2.ProposeResponse(events=events)):
+    def _send(self, message: draft_pb2.ProposeResponse) -> None:
+        if not self._end.send(message):
             self._end.shut_down()
 
     def _release(self, extend: draft_pb2.DraftCommand.ExtendDraft) -> None:

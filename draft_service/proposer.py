@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -165,19 +166,24 @@ def _all_unsure(turns: list[Turn], drafted: Drafted) -> bool:
 
 def _read_chains(turns: Sequence[Turn], drafted: Drafted) -> list[Chain]:
     """The drafted tokens by sequence, each chain cut where its confidence falls too low."""
-    token_rows = [tokens.tolist() for tokens, _ in drafted]
-    probability_rows = [probabilities.tolist() for _, probabilities in drafted]
     chains = []
-    for index, turn in enumerate(turns):
+    columns = zip(
+        turns, _by_turn([tokens for tokens, _ in drafted]), _by_turn([found for _, found in drafted]), strict=False
+    )
+    for turn, token_ids, probabilities in columns:
         length = min(turn.num_tokens, len(drafted))
-        probabilities = [row[index] for row in probability_rows[:length]]
         if turn.min_confidence > 0:
-            length = _num_sure(probabilities, turn.min_confidence)
-        chains.append(Chain([row[index] for row in token_rows[:length]], probabilities[:length]))
+            length = _num_sure(probabilities[:length], turn.min_confidence)
+        chains.append(Chain(list(token_ids[:length]), list(probabilities[:length])))
     return chains
 
 
-def _num_sure(probabilities: list[float], min_confidence: float) -> int:
+def _by_turn(steps: Sequence[torch.Tensor]) -> Iterator[tuple[Any, ...]]:
+    """Of each turn its numbers, one a step; behind the longest chains others are shorter, and in the end empty."""
+    return itertools.chain(itertools.zip_longest(*[step.tolist() for step in steps]), itertools.repeat(()))
+
+
+def _num_sure(probabilities: Sequence[float], min_confidence: float) -> int:
     """How many tokens of a chain stand before its confidence, the product of the probabilities, falls too low."""
     confidences = itertools.accumulate(probabilities, operator.mul)
     return next((n for n, confidence in enumerate(confidences) if confidence < min_confidence), len(probabilities))
