@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -95,8 +96,8 @@ class RowSender:
     def __init__(self, buffers: Buffers, metrics: TargetMetrics) -> None:
         self._buffers = buffers
         self._metrics = metrics
-        # Bytes that were emitted and are not counted yet.
-        self._uncounted: dict[common_pb2.Transport, int] = {}
+        # Rows that were emitted and are not counted yet.
+        self._uncounted: list[tuple[common_pb2.Transport, Rows]] = []
 
     def step(self, aux: dict[int, torch.Tensor]) -> SentRows:
         """For the rows of one step."""
@@ -112,11 +113,14 @@ class RowSender:
             return None
         rows = rows.first(count)
         transport = common_pb2.TRANSPORT_INLINE if rows.inline else sequence.aux.transport
-        self._uncounted[transport] = self._uncounted.get(transport, 0) + rows.num_bytes
+        self._uncounted.append((transport, rows))
         return rows
 
     def count(self) -> None:
         """Counts what was emitted: once a step, when the draft knows of it."""
-        for transport, size in self._uncounted.items():
+        sizes: Counter[common_pb2.Transport] = Counter()
+        for transport, rows in self._uncounted:
+            sizes[transport] += rows.num_bytes
+        for transport, size in sizes.items():
             self._metrics.hidden_state_bytes(transport, size)
         self._uncounted.clear()

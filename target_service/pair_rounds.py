@@ -116,8 +116,9 @@ class PairRounds:
         if request is None:
             request = self._requests[link] = draft_pb2.ProposeRequest()
         extend = request.commands.add(sequence_id=grant.link_id).extend
-        extend.hidden_states.first_position = rows.first_position
-        extend.hidden_states.tensor.CopyFrom(rows.tensor)
+        states = extend.hidden_states
+        states.first_position = rows.first_position
+        states.tensor.CopyFrom(rows.tensor)
         extend.token_ids.extend(token_ids[-rows.tensor.shape[0] :])
         extend.num_draft_tokens = num_tokens
         now = time.monotonic()
@@ -138,8 +139,9 @@ class PairRounds:
         sequence = self._sequences.get((link, event.sequence_id))
         if sequence is None:
             return None
-        chain, wait = list(event.proposal.token_ids), sequence.wait
-        if wait is None or (event.HasField("proposal") and event.proposal.first_position != sequence.length):
+        proposal, wait = event.proposal, sequence.wait
+        chain = proposal.token_ids[:]
+        if wait is None or (proposal.first_position != sequence.length and event.HasField("proposal")):
             sequence.num_late += len(chain)
             return None
         if event.HasField("error"):
@@ -200,8 +202,10 @@ class PairRounds:
         assert sequence.wait is not None
         now = time.monotonic()
         pair_round.waited_us = microseconds(now - sequence.wait.asked)
-        pair_round.num_late, pair_round.num_cut = sequence.num_late, sequence.num_cut
-        sequence.wait, sequence.num_late, sequence.num_cut = None, 0, 0
+        if sequence.num_late or sequence.num_cut:
+            pair_round.num_late, pair_round.num_cut = sequence.num_late, sequence.num_cut
+            sequence.num_late = sequence.num_cut = 0
+        sequence.wait = None
         self._waiting.discard(sequence)
         return Advance(*sequence.key, chain, None, now, pair_round)
 
