@@ -68,9 +68,14 @@ def connection_age(seconds: float, grace: float) -> list[tuple[str, int]]:
     if not seconds:
         return []
     return [
-        ("grpc.max_connection_age_ms", int(seconds * 1000)),
-        ("grpc.max_connection_age_grace_ms", int(grace * 1000)),
+        ("grpc.max_connection_age_ms", _milliseconds(seconds)),
+        ("grpc.max_connection_age_grace_ms", _milliseconds(grace)),
     ]
+
+
+def _milliseconds(seconds: float) -> int:
+    """For an int32 of gRPC, which takes the largest for no limit."""
+    return int(min(seconds * 1000, 2**31 - 1))
 
 
 def check_address(address: str, flag: str = "") -> None:

@@ -172,3 +172,10 @@ def test_every_option_key_is_one_that_grpc_knows():
     for key, _ in channels.channel_options() + channels.server_options() + channels.connection_age(1, 1):
         assert key.encode() in binary, key
     assert grpc.__version__ >= "1.78"
+
+
+def test_a_connection_may_be_of_any_age():
+    assert channels.connection_age(0, 5) == []
+    ages = dict(channels.connection_age(float("inf"), 1e12))
+    assert set(ages.values()) == {2**31 - 1}  # gRPC's own limit of no limit
+    assert list(dict(channels.connection_age(90, 0.5)).values()) == [90_000, 500]
