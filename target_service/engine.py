@@ -159,7 +159,7 @@ class TargetEngine:
         began = max(queued.began, self._done)  # before that the device was at the last step
         self._done = time.monotonic()
         plan, compute = queued.plan, self._done - began
-        self._pace.stepped(compute)
+        self._pace.stepped(compute, with_prompts=not all(work.verifies for work in plan.work))
         self._stats = Stats(len(plan.work), plan.num_rows, compute, plan.queue_depth, self.pages.usage)
         self._emit(queued, began)
         self._count()

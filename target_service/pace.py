@@ -30,9 +30,9 @@ class Pace:
         deadline = self._ready_since + self._longest_wait
         return deadline if now < deadline and self._expects_more(now, deadline) else now
 
-    def stepped(self, seconds: float) -> None:
-        """A step was made."""
-        self._longest_wait = WAIT_FRACTION * seconds
+    def stepped(self, seconds: float, *, with_prompts: bool = False) -> None:
+        """A step was made. One with prompts is long, and says less of how long the others take: half of it counts."""
+        self._longest_wait = WAIT_FRACTION * (seconds / 2 if with_prompts else seconds)
         self._ready_since = None
 
     def _expects_more(self, now: float, deadline: float) -> bool:

@@ -188,6 +188,13 @@ def test_a_step_does_not_wait_for_who_cannot_make_it_or_is_overdue(turnaround, n
     assert pace.start(now) == now
 
 
+def test_a_step_with_prompts_is_waited_after_for_half_as_long():
+    _, pace, first, _ = two_running(turnaround=0.001)
+    pace.stepped(0.010, with_prompts=True)
+    advance(first)
+    assert pace.start(100.0) == 100.0 + WAIT_FRACTION * 0.005
+
+
 def test_a_lone_sequence_waits_for_nobody():
     scheduler, pace, first, second = two_running()
     scheduler.release(second)
