@@ -38,6 +38,8 @@ class PairSocket:
         end.setblocking(False)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
         self._end = end
+        # Packets are read into it and copied: room that is made for each costs more than all else of reading it.
+        self._room = memoryview(bytearray(_PACKET_BYTES))
         self.ended = False
         """Whether the other end has gone, or this one was shut down."""
 
@@ -71,11 +73,11 @@ class PairSocket:
         packets: list[bytes] = []
         try:
             while len(packets) < _MOST_PACKETS:
-                packet = self._end.recv(_PACKET_BYTES)
-                if not packet:
+                size = self._end.recv_into(self._room)
+                if not size:
                     self.ended = True
                     break
-                packets.append(packet)
+                packets.append(bytes(self._room[:size]))
         except BlockingIOError:
             pass
         except OSError:
