@@ -24,7 +24,7 @@ from draft_service.target_link import Attachment, TargetLink
 from draft_service.validation import CommandRules
 from outrider import cuda_memory
 from outrider.devices import use_device
-from outrider.engine_thread import EngineThread
+from outrider.engine_thread import EngineThread, watch_seconds
 from outrider.errors import FailedPrecondition, Unavailable, one_line
 from outrider.metrics import reload_gauge
 from outrider.pair_socket import FEATURE
@@ -146,7 +146,8 @@ class DraftServer:
             self._tested = True  # also where it said too little: what serves is not kept waiting for another
         if self._thread is None:
             engine = DraftEngine(loaded.proposer, self._deliver, self._metrics)
-            self._thread = EngineThread(engine, "draft-engine", partial(use_device, self._settings.torch_device))
+            device = self._settings.torch_device
+            self._thread = EngineThread(engine, "draft-engine", partial(use_device, device), watch_seconds(device))
             self._thread.start(asyncio.get_running_loop())
         else:
             self._instance_id = uuid.uuid4().hex

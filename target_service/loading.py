@@ -18,7 +18,7 @@ from kernels.kv_cache import KVCache
 from outrider import cuda_memory
 from outrider.checkpoint import Checkpoint
 from outrider.devices import choose_device, use_device
-from outrider.engine_thread import EngineThread
+from outrider.engine_thread import EngineThread, watch_seconds
 from outrider.features import TARGET_ROUNDS
 from outrider.settings import parse_bytes
 from outrider.v1 import target_pb2
@@ -74,7 +74,8 @@ def load_target(settings: Settings, instance_id: str, metrics: TargetMetrics, de
         engine.warm_up()
     stages = loaded - began, hashed - loaded, time.monotonic() - hashed
     log.info("loaded in %.1f s; shared weights hashed in %.1f s; cache and kernels made in %.1f s", *stages)
-    thread: EngineThread[Command] = EngineThread(engine, "engine", partial(use_device, device))
+    prepare, watch = partial(use_device, device), watch_seconds(device)
+    thread: EngineThread[Command] = EngineThread(engine, "engine", prepare, watch)
     info = _info(settings, instance_id, model, limits, num_pages * KVCache.page_size)
     info.transports.extend(buffers.transports)
     info.features.extend([TARGET_ROUNDS, *buffers.features])

@@ -135,10 +135,13 @@ class Packets(PairSocket):
         return [*self.receive(), *["ended"] * self.ended]
 
 
-async def test_a_thread_takes_commands_from_a_source_before_its_inbox_and_drops_it_at_its_end() -> None:
+@pytest.mark.parametrize("watch_seconds", [0.0, 1e-3, 100.0])
+async def test_a_thread_takes_commands_from_a_source_before_its_inbox_and_drops_it_at_its_end(
+    watch_seconds: float,
+) -> None:
     here, there = connected()
     engine = Echo()
-    thread: EngineThread[object] = EngineThread(engine, "toy")
+    thread: EngineThread[object] = EngineThread(engine, "toy", watch_seconds=watch_seconds)
     source = Packets(here._end)
     thread.watch(source)
     message = draft_pb2.ProposeRequest(commands=[{"sequence_id": 3}])
