@@ -7,7 +7,8 @@ three times as expensive.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -29,6 +30,22 @@ class Session(Protocol):
 
     def take(self, events: list[Event], stats: Stats) -> None:
         """Events of this session's sequences, in order within a sequence, and what the newest step did."""
+
+
+@dataclass(slots=True)
+class PairRound:
+    """How a round began that no caller sent a command for: with a draft's chain, or without one for a reason.
+
+    `waited`: seconds from when the draft was asked. num_late, num_cut: proposed tokens that came to nothing.
+    """
+
+    draft_token_ids: list[int] = field(default_factory=list)
+    draft_queue_us: int = 0
+    draft_compute_us: int = 0
+    no_chain: target_pb2.TargetEvent.PairRound.NoChain = target_pb2.TargetEvent.PairRound.NO_CHAIN_UNSPECIFIED
+    waited: float = 0.0
+    num_late: int = 0
+    num_cut: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +85,7 @@ class Advance:
     draft_token_ids: list[int]
     aux: AuxRequest | None
     received: float
-    pair_round: target_pb2.TargetEvent.PairRound | None = None
+    pair_round: PairRound | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +159,10 @@ class Unlinked:
 
 @dataclass(slots=True)
 class Proposed:
-    """What a draft answered through its link."""
+    """What a draft answered through its link, in one packet."""
 
     link: PairLink
-    event: draft_pb2.DraftEvent
+    events: Iterable[draft_pb2.DraftEvent]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +238,7 @@ class Advanced:
     finish_reason: common_pb2.FinishReason
     timing: Timing
     continues: bool = False
-    pair_round: target_pb2.TargetEvent.PairRound | None = None
+    pair_round: PairRound | None = None
 
 
 @dataclass(frozen=True, slots=True)

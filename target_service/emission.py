@@ -9,9 +9,8 @@ import torch
 from kernels.sampling import NO_TOKEN
 from kernels.scripted_acceptance import Script
 from outrider.errors import Internal, InvalidArgument, OutriderError
-from outrider.v1 import common_pb2
 from target_service.aux import RowSender
-from target_service.commands import Advanced, Prefilled, Rows, Timing
+from target_service.commands import Advance, Advanced, Prefilled, Rows, Timing
 from target_service.logprobs import TokenLogprobs, token_logprobs
 from target_service.metrics import TargetMetrics
 from target_service.models import ForwardOutput, Model
@@ -19,7 +18,7 @@ from target_service.pair_rounds import PairRounds
 from target_service.roster import Roster
 from target_service.scheduler import Work
 from target_service.sequence import Sequence
-from target_service.verification import verify_chain
+from target_service.verification import Verdict, verify_chain
 
 # Prompt rows whose logits exist at once where a prompt's log-probabilities are wanted.
 LOGPROB_ROWS = 64
@@ -31,6 +30,18 @@ class Sent:
 
     prompt: Rows | None = None
     choosing: Rows | None = None
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a step did for one sequence: its draft has been asked for more, its session is yet to hear of it."""
+
+    sequence: Sequence
+    advance: Advance | None
+    verdict: Verdict
+    rows: Rows | None
+    logprobs: list[TokenLogprobs]
+    continues: bool
 
 
 class Emitter:
@@ -60,6 +71,7 @@ class Emitter:
         Rows of prompts count as computed from now on: what is queued comes after them.
         """
         sent, row, rows = [], 0, self._sender.step(output.aux)
+        self._pairs.begin()
         for item in work:
             # A prompt's rows pair with its tokens; the last row's token is emitted with Advanced, and so is the row.
             paired = item.count - item.num_choices
@@ -68,7 +80,10 @@ class Emitter:
             if not item.verifies:
                 item.sequence.computed = item.start + item.count
                 item.sequence.unwritten_chunks += prompt is not None and prompt.inline
-            sent.append(Sent(prompt, rows.send(item.sequence, *place, item.num_choices)))
+            choosing = rows.send(item.sequence, *place, item.num_choices)
+            if choosing is not None:
+                self._pairs.prepare(item.sequence, choosing)
+            sent.append(Sent(prompt, choosing))
             row += item.count
         rows.finish()
         return sent
@@ -86,16 +101,13 @@ class Emitter:
             Prefilled(sequence.open.sequence_id, end, rows, logprobs, work.start + 1, timing),
         )
 
-    def advanced(
-        self,
-        work: Work,
-        rows: Rows | None,
-        logits: torch.Tensor | None,
-        choices: list[int],
-        began: float,
-        compute: float,
-    ) -> None:
-        """A chain, or the last row of a prompt, with its own rows, logits, where they were kept, and choices."""
+    def accept(
+        self, work: Work, rows: Rows | None, logits: torch.Tensor | None, choices: list[int], done: float
+    ) -> Outcome | None:
+        """A chain, or the last row of a prompt, with its own rows, logits, where they were kept, and choices.
+
+        None where it failed.
+        """
         sequence, advance = work.sequence, work.sequence.advance
         chain = advance.draft_token_ids if advance else []
         # Rows that could only choose tokens past the sequence's end were left out, and are never reached.
@@ -109,34 +121,37 @@ class Emitter:
             )
         except ValueError as error:
             self._roster.fail(sequence, _no_choice(error, logits))
-            return
-        emitted, finish = verdict.token_ids, verdict.finish_reason
+            return None
+        emitted = verdict.token_ids
         rows = self._sender.emitted(sequence, rows, sequence.length - 1 + len(emitted))
         logprobs: list[TokenLogprobs] = []
         if sequence.open.top_logprobs is not None and logits is not None:
             num_top = [sequence.open.top_logprobs] * len(emitted)
             logprobs = token_logprobs(logits[: len(emitted)], emitted, num_top)
         sequence.append(emitted)
-        sequence.advance, sequence.idle_since = None, began + compute
-        ended = finish != common_pb2.FINISH_REASON_UNSPECIFIED
-        continues = not ended and self._pairs.hand_over(sequence, rows, emitted)
-        self._roster.put(
-            sequence,
-            Advanced(
+        sequence.advance, sequence.idle_since = None, done
+        continues = not verdict.ended and self._pairs.hand_over(sequence, rows, emitted)
+        return Outcome(sequence, advance, verdict, rows, logprobs, continues)
+
+    def report(self, outcomes: list[Outcome], began: float, compute: float) -> None:
+        """Tells the sessions, once the drafts have been asked."""
+        for outcome in outcomes:
+            sequence, advance, verdict = outcome.sequence, outcome.advance, outcome.verdict
+            event = Advanced(
                 sequence.open.sequence_id,
-                emitted,
+                verdict.token_ids,
                 verdict.num_accepted,
-                None if continues else rows,
-                logprobs,
-                finish,
+                None if outcome.continues else outcome.rows,
+                outcome.logprobs,
+                verdict.finish_reason,
                 Timing(began - (advance or sequence.open).received, compute),
-                continues,
+                outcome.continues,
                 advance.pair_round if advance else None,
-            ),
-        )
-        self._num_emitted += len(emitted)
-        if ended:
-            self._roster.release(sequence)
+            )
+            self._roster.put(sequence, event)
+            self._num_emitted += len(verdict.token_ids)
+            if verdict.ended:
+                self._roster.release(sequence)
 
     def count(self) -> None:
         """Counts what was emitted: once a step, when the drafts know of it."""

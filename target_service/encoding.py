@@ -6,7 +6,7 @@ from outrider.durations import microseconds
 from outrider.errors import to_status
 from outrider.tensors import encode
 from outrider.v1 import common_pb2, target_pb2
-from target_service.commands import Advanced, Event, Failed, Prefilled, Rows, Stats
+from target_service.commands import Advanced, Event, Failed, PairRound, Prefilled, Rows, Stats
 from target_service.logprobs import TokenLogprobs
 
 
@@ -52,7 +52,15 @@ def _fill_advanced(message: target_pb2.TargetEvent.Advanced, event: Advanced) ->
     message.logprobs.extend(map(_logprobs_message, event.logprobs))
     message.continues = event.continues
     if event.pair_round is not None:
-        message.pair_round.CopyFrom(event.pair_round)
+        _fill_pair_round(message.pair_round, event.pair_round)
+
+
+def _fill_pair_round(message: target_pb2.TargetEvent.PairRound, pair_round: PairRound) -> None:
+    message.SetInParent()  # there even where all of it is zero
+    message.draft_token_ids.extend(pair_round.draft_token_ids)
+    message.draft_queue_us, message.draft_compute_us = pair_round.draft_queue_us, pair_round.draft_compute_us
+    message.waited_us, message.no_chain = microseconds(pair_round.waited), pair_round.no_chain
+    message.num_late, message.num_cut = pair_round.num_late, pair_round.num_cut
 
 
 def _fill_prefilled(message: target_pb2.TargetEvent.Prefilled, event: Prefilled) -> None:

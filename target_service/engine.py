@@ -19,7 +19,7 @@ from target_service.batch import PageTables
 from target_service.chain_steps import Verified
 from target_service.commands import Command, Stats
 from target_service.computation import Computation, Results
-from target_service.emission import Emitter, Sent
+from target_service.emission import Emitter, Outcome, Sent
 from target_service.limits import Limits
 from target_service.metrics import TargetMetrics
 from target_service.models import Model
@@ -109,7 +109,7 @@ class TargetEngine:
         Where only prompts are computed, results wait until the next step is queued behind them.
         """
         began = time.monotonic()
-        self.roster.advance_late(began)
+        self.pairs.late(began)
         self._plan = plan = self._schedule(began)
         queued = self._queue(plan, began) if plan.work else None
         if self._queued is not None:
@@ -182,6 +182,7 @@ class TargetEngine:
 
     def _emit(self, queued: _Queued, began: float) -> None:
         row = chosen = 0
+        outcomes: list[Outcome] = []
         results, compute = queued.results, self._stats.compute
         choices = results.choices.tolist()
         for work, rows in zip(queued.plan.work, queued.sent, strict=True):
@@ -191,7 +192,11 @@ class TargetEngine:
             if count := work.num_choices:
                 own = slice(chosen, chosen + count)
                 logits = None if results.logits is None else results.logits[own]
-                self._emitter.advanced(work, rows.choosing, logits, choices[own], began, compute)
+                outcome = self._emitter.accept(work, rows.choosing, logits, choices[own], began + compute)
+                if outcome is not None:
+                    outcomes.append(outcome)
                 chosen += count
             row += work.count
-        self.pairs.send()
+        if chosen:
+            self.pairs.send()
+            self._emitter.report(outcomes, began, compute)

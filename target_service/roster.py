@@ -72,8 +72,7 @@ class Roster:
             case Advance():
                 self._advance(command)
             case Proposed():
-                if advance := self._pairs.take(command):
-                    self._advance(advance)
+                self._pairs.take(command)
             case Grant():
                 if sequence := self._find(command):
                     sequence.grant = command
@@ -96,8 +95,7 @@ class Roster:
             case Linked():
                 self._pairs.link(command.link)
             case Unlinked():
-                for advance in self._pairs.unlink(command.link):
-                    self._advance(advance)
+                self._pairs.unlink(command.link)
             case Drain():
                 self.draining = True
                 for sequence in list(self._scheduler.waiting):
@@ -105,11 +103,6 @@ class Roster:
             case Expel():
                 for sequence in list(self.sequences.values()):
                     self.fail(sequence, _draining())
-
-    def advance_late(self, now: float) -> None:
-        """Sequences whose drafts are late go on without a chain."""
-        for advance in self._pairs.late(now):
-            self._advance(advance)
 
     def put(self, sequence: Sequence, event: Event) -> None:
         """Keeps an event for the sequence's session until `flush`."""

@@ -70,6 +70,11 @@ class Verdict:
     """How many of them are draft tokens: all but the last, or all when an accepted token ended the sequence."""
     finish_reason: FinishReason
 
+    @property
+    def ended(self) -> bool:
+        """Whether the sequence ends with them."""
+        return self.finish_reason != FINISH_REASON_UNSPECIFIED
+
 
 def verify_chain(
     draft_token_ids: Sequence[int],

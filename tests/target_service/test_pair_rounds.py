@@ -16,7 +16,8 @@ from outrider.durations import LONGEST_US
 from outrider.errors import InvalidArgument
 from outrider.pair_socket import FEATURE, PairSocket
 from outrider.v1 import common_pb2, draft_pb2, target_pb2
-from target_service.commands import AuxRequest, Grant, Rows
+from target_service.commands import Advanced, AuxRequest, Grant, Rows, Stats, Timing
+from target_service.encoding import verify_response
 from target_service.pair_rounds import PairRounds
 from target_service.sequence import Sequence
 from tests.models import write_tiny_llama
@@ -327,9 +328,14 @@ def test_a_draft_that_is_later_than_a_message_can_say_is_late_all_the_same(monke
     pairs.link(Mock(draft_instance_id="draft-1", ended=False))
     sequence = Sequence.of(replace(make_open(1, 10), aux=aux), 1)
     sequence.grant = Grant(None, 1, "draft-1", 77, 20, 3, LONGEST_US * 1e-6)
-    assert pairs.hand_over(sequence, Rows(8, common_pb2.Tensor(shape=[1, 4])), [5])
+    sequence.idle_since = 0.0
+    rows = Rows(8, common_pb2.Tensor(shape=[1, 4]))
+    pairs.prepare(sequence, rows)
+    assert pairs.hand_over(sequence, rows, [5])
     now = pairs.next_deadline() + 1
     monkeypatch.setattr("time.monotonic", lambda: now)
-    (advance,) = pairs.late(now)
-    assert advance.pair_round == PairRound(no_chain=PairRound.NO_CHAIN_LATE, waited_us=LONGEST_US)
+    pairs.late(now)
+    advanced = Advanced(1, [5], 0, None, [], 0, Timing(), pair_round=sequence.advance.pair_round)
+    (event,) = verify_response(([advanced], Stats())).events
+    assert event.advanced.pair_round == PairRound(no_chain=PairRound.NO_CHAIN_LATE, waited_us=LONGEST_US)
     assert pairs.next_deadline() is None and sequence.wait is None
