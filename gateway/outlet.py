@@ -28,9 +28,8 @@ class Outlet:
         after_writes(self._wake)
 
     def close(self) -> None:
-        """No message follows."""
-        self._closed = True
-        self._wake()
+        """No message follows. Its end comes behind what was put off before, such as what is counted of its rounds."""
+        after_writes(self._close)
 
     async def drain(
         self, write: Callable[[gateway_pb2.GenerateResponse], Awaitable[None]], patience: float = SLOW_CLIENT_SECONDS
@@ -62,6 +61,10 @@ class Outlet:
             await asyncio.sleep(patience / 10)
         if drain is not None:
             drain.cancel()
+
+    def _close(self) -> None:
+        self._closed = True
+        self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gateway.metrics import ModelMetrics
 from gateway.outlet import Outlet
-from gateway.text import TextState
+from gateway.text import Taken, TextState
 from gateway.tokenizer import ModelTokenizer
 from gateway.usage import UsageCounter
 from gateway.validation import Admitted
@@ -61,12 +62,14 @@ class Request:
             admitted.min_new_tokens,
         )
         self._usage = UsageCounter(admitted.draft_tokens)
+        # Of steps that the client has not been told of: the event, its text where that is known, the drafts accepted.
+        self._untold: deque[tuple[Advanced, Taken | None, int]] = deque()
         self._num_prompt_logprobs = 0
         self._last_emitted: float | None = None
 
     @property
     def finished(self) -> bool:
-        """Whether its last message has been handed to the client's outlet."""
+        """Whether its last tokens have been taken in."""
         return self.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED
 
     @property
@@ -129,20 +132,40 @@ class Request:
             for first in range(0, len(entries), count):
                 self.outlet.put(gateway_pb2.GenerateResponse(prompt_logprobs=entries[first : first + count]))
 
-    def deliver(self, advanced: Advanced, num_drafted: int | None) -> int:
-        """Takes what the target emitted and tells the client. `num_drafted` is None for the answer to an open.
+    def accept(self, advanced: Advanced, num_drafted: int | None) -> int:
+        """Takes what the target emitted in; `tell` passes it on. `num_drafted` is None for the answer to an open.
 
-        Returns how many draft tokens were accepted and delivered.
+        Returns how many draft tokens were accepted and count.
         """
-        emitted: Sequence[int] = advanced.token_ids
-        reason = advanced.finish_reason
-        taken = self._text.take(emitted, ended_by_token=reason == STOP, final=reason != 0)
-        count = len(taken.ends)
-        token_ids = emitted[:count]
-        num_accepted = min(advanced.num_accepted, count)
+        taken = self._take_text(advanced) if self._text.may_stop else None
+        token_ids: Sequence[int] = advanced.token_ids if taken is None else advanced.token_ids[: len(taken.ends)]
+        num_accepted = min(advanced.num_accepted, len(token_ids))
         self.tokens.extend(token_ids)
         if num_drafted is not None:
             self._usage.count_step(num_drafted, num_accepted)
+        stopped = taken is not None and taken.stop is not None
+        self.finish_reason = STOP if stopped else advanced.finish_reason
+        self._untold.append((advanced, taken, num_accepted))
+        return num_accepted
+
+    @property
+    def untold(self) -> bool:
+        """Whether there is something that the client has not been told."""
+        return bool(self._untold)
+
+    def tell(self) -> None:
+        """Tells the client what was taken in since it was told last."""
+        while self._untold:
+            advanced, taken, num_accepted = self._untold.popleft()
+            self.outlet.put(self._response(advanced, taken or self._take_text(advanced), num_accepted))
+
+    def _take_text(self, advanced: Advanced) -> Taken:
+        reason = advanced.finish_reason
+        return self._text.take(advanced.token_ids, ended_by_token=reason == STOP, final=reason != 0)
+
+    def _response(self, advanced: Advanced, taken: Taken, num_accepted: int) -> gateway_pb2.GenerateResponse:
+        count, reason = len(taken.ends), advanced.finish_reason
+        token_ids: Sequence[int] = advanced.token_ids[:count]
         response = gateway_pb2.GenerateResponse(
             text=taken.text,
             token_ids=token_ids,
@@ -157,11 +180,9 @@ class Request:
         self._measure(count)
         if reason:
             self._finish(response, reason)
-        self.outlet.put(response)
-        return num_accepted
+        return response
 
     def _finish(self, response: gateway_pb2.GenerateResponse, reason: common_pb2.FinishReason) -> None:
-        self.finish_reason = reason
         response.finish_reason = reason
         response.usage.CopyFrom(
             self._usage.usage(len(self.admitted.token_ids), self.num_delivered, self.admitted.sampling.seed)

@@ -42,15 +42,17 @@ async def run_on(target: Target, request: Request, drafting: Drafting, recovery:
     try:
         await prefill(request, sequence, drafting)
         recovery.progressed()
+        begun = perf_counter()
         while not request.finished:
             recovery.leave_if_draining(target)
             if drafting.pair_continues:
-                await hear_of_round(request, sequence, drafting)
+                begun = await hear_of_round(request, sequence, drafting)
             else:
-                await run_round(request, sequence, drafting)
+                begun = await run_round(request, sequence, drafting, begun)
             recovery.progressed()
     finally:
         sequence.close()
+        request.tell()
 
 
 async def prefill(request: Request, sequence: TargetSequence, drafting: Drafting) -> None:
@@ -60,40 +62,56 @@ async def prefill(request: Request, sequence: TargetSequence, drafting: Drafting
         request.begin_prefill(event)
         if event.HasField("advanced"):
             drafting.take_advanced(event.advanced)
-            request.deliver(event.advanced, None)
+            request.accept(event.advanced, None)
+            request.tell()
             return
         drafting.take_prefilled(event.prefilled)
         request.take_prefilled(event.prefilled)
 
 
-async def run_round(request: Request, sequence: TargetSequence, drafting: Drafting) -> None:
-    """One round: take the chain, have it verified, pass the truth on, tell the client."""
-    begun = perf_counter()
+async def run_round(request: Request, sequence: TargetSequence, drafting: Drafting, begun: float) -> float:
+    """One round: take the chain, have it verified, pass the truth on. Returns when it was over: the next one began.
+
+    The services come first. The client is told while the draft works, or, without one, while the next step does.
+    """
     chain = await drafting.chain()
     proposed = perf_counter()
     aux = drafting.aux_change()
     sequence.advance(chain.token_ids, aux, drafting.grant(chain, aux))
+    if request.untold:
+        await asyncio.sleep(0)  # the target is written to first: it works while the client is told
+        request.tell()
     event = await verified_event(sequence, chain)
     verified = perf_counter()
-    if drafting.take_advanced(event.advanced):
-        await asyncio.sleep(0)  # the draft is written to first: it works while the client is told
-    num_accepted = request.deliver(event.advanced, len(chain.token_ids))
-    times = RoundTimes(proposed - begun, verified - proposed, perf_counter() - verified)
+    draft_works = drafting.take_advanced(event.advanced)
+    over = perf_counter()
+    if draft_works:
+        await asyncio.sleep(0)  # as the target before
+    num_accepted = request.accept(event.advanced, len(chain.token_ids))
+    times = RoundTimes(proposed - begun, verified - proposed, over - verified)
     after_writes(count_round, request, chain, event, num_accepted, times)
+    if draft_works or drafting.pair_continues:
+        request.tell()
+    return over
 
 
-async def hear_of_round(request: Request, sequence: TargetSequence, drafting: Drafting) -> None:
-    """One round that target and draft, or the target alone, run: say how far, hear of it, tell the client."""
+async def hear_of_round(request: Request, sequence: TargetSequence, drafting: Drafting) -> float:
+    """One round that target and draft, or the target alone, run: say how far, hear of it, tell the client.
+
+    Returns when it was over.
+    """
     if (grant := drafting.regrant()) is not None:
         sequence.grant(grant)
     begun = sequence.event_time
     event = await sequence.next_event()
     chain = drafting.pair_chain(event.advanced)
     drafting.take_advanced(event.advanced)
-    num_accepted = request.deliver(event.advanced, len(chain.token_ids))
+    num_accepted = request.accept(event.advanced, len(chain.token_ids))
     # What the gateway does meanwhile holds nothing up.
     times = RoundTimes(chain.waited, max(sequence.event_time - begun - chain.waited, 0.0), 0.0)
     after_writes(count_round, request, chain, event, num_accepted, times)
+    request.tell()
+    return perf_counter()
 
 
 def count_round(

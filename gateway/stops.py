@@ -20,6 +20,11 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._held = ""
 
+    @property
+    def any(self) -> bool:
+        """Whether there is a stop string at all."""
+        return bool(self._stops)
+
     def push(self, text: str, counts: bool = True) -> str | Match:
         """Takes the text of one token; the text that is certain now, or the Match that ends it.
 

@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import grpc
 
@@ -21,10 +22,30 @@ Response = TypeVar("Response")
 log = logging.getLogger(__name__)
 
 
+Call = tuple[Callable[..., object], tuple[object, ...]]
+_later: WeakKeyDictionary[asyncio.AbstractEventLoop, deque[Call]] = WeakKeyDictionary()
+# Of so many calls that wait, two a turn: what gathers for longer than a round must not gather without end.
+_MANY = 256
+
+
 def after_writes(callback: Callable[..., object], *args: object) -> None:
-    """Calls back once the writers that are ready have had their turn: for work that need not delay a round."""
+    """Calls back once the writers that are ready have had their turn: for work that need not delay a round.
+
+    In order, one call a turn of the loop, so that an answer that arrives meanwhile does not wait for all of them.
+    """
     loop = asyncio.get_running_loop()
-    loop.call_soon(loop.call_soon, callback, *args)
+    calls = _later.setdefault(loop, deque())
+    calls.append((callback, args))
+    if len(calls) == 1:
+        loop.call_soon(loop.call_soon, _call_next, loop, calls)
+
+
+def _call_next(loop: asyncio.AbstractEventLoop, calls: deque[Call]) -> None:
+    for _ in range(1 + len(calls) // _MANY):
+        callback, args = calls.popleft()
+        loop.call_soon(callback, *args)
+    if calls:
+        loop.call_soon(_call_next, loop, calls)
 
 
 class HeldStream(Generic[Request, Response]):

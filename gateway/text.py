@@ -40,6 +40,11 @@ class TextState:
         for token_id in generated:
             self._push(token_id, counts=False)
 
+    @property
+    def may_stop(self) -> bool:
+        """Whether there are stop strings: only then does the text decide how many tokens count."""
+        return self._stops.any
+
     def take(self, token_ids: Sequence[int], ended_by_token: bool, final: bool) -> Taken:
         """Takes emitted tokens up to the first that completes a stop string.
 
