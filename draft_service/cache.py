@@ -70,4 +70,4 @@ class DraftCache:
         """The first columns of the sequences' page tables, int32 [S, width]."""
         tables = [sequence.table[:width] for sequence in sequences if sequence.table is not None]
         assert len(tables) == len(sequences), "a sequence without pages"
-        return np.stack(tables) if len(tables) > 1 else tables[0][None]
+        return np.concatenate(tables).reshape(-1, width)  # stack takes twice as long

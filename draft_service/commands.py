@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-import torch
-
 from draft_service.metrics import DraftMetrics
 from draft_service.proposer import Chain, Proposer
 from draft_service.sequence import DraftSequence, Extend
@@ -15,6 +13,7 @@ from outrider.errors import to_status
 from outrider.v1 import draft_pb2
 
 if TYPE_CHECKING:
+    from draft_service.packet import AskedRows
     from draft_service.pair_link import PairLink
 
 
@@ -36,12 +35,12 @@ class Close:
 class Ask:
     """An ExtendDraft from the target itself, which names the sequence by its link_id. Not checked yet.
 
-    `states`: its rows, where they were read, and checked, with those of the others in the packet.
+    `rows`: what it says, where that was read, and checked, with the others in the packet.
     """
 
     link: PairLink
     message: draft_pb2.DraftCommand
-    states: torch.Tensor | None = None
+    rows: AskedRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +78,21 @@ class Answer:
         if self.error is not None:
             return draft_pb2.DraftEvent(sequence_id=sequence_id, error=to_status(self.error))
         event = draft_pb2.DraftEvent()
-        self.fill(event, sequence_id)
+        self.begin(event, sequence_id)
+        self.finish(event)
         return event
 
-    def fill(self, event: draft_pb2.DraftEvent, sequence_id: int) -> None:
-        """Makes an empty event that of a chain: field by field, since a message that is given to another is copied."""
-        event.sequence_id, event.queue_us, event.compute_us = sequence_id, self.queue_us, self.compute_us
+    def begin(self, event: draft_pb2.DraftEvent, sequence_id: int) -> None:
+        """Makes an empty event that of a chain, but for what the step gives.
+
+        Field by field, since a message that is given to another is copied.
+        """
+        event.sequence_id, event.queue_us = sequence_id, self.queue_us
+        event.proposal.first_position = self.first_position
+
+    def finish(self, event: draft_pb2.DraftEvent) -> None:
+        """Adds what the step gave."""
+        event.compute_us = self.compute_us
         proposal = event.proposal
-        proposal.first_position = self.first_position
         proposal.token_ids.extend(self.chain.token_ids)
         proposal.probabilities.extend(self.chain.probabilities)

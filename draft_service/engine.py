@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from draft_service.commands import Answer, Ask, Barrier, Close, Command, Open
 from draft_service.metrics import DraftMetrics
@@ -14,12 +15,21 @@ from draft_service.sequence import DraftSequence, Extend, take_rows
 from kernels.transfer import wait
 from outrider.durations import microseconds
 from outrider.errors import Cancelled
+from outrider.v1 import draft_pb2
 
 # A step waits for sequences whose rows are on their way, at most this share of the last step's time.
 WAIT_SHARE = 0.15
 # Rows of prompts in one step, and how many rows of one sequence are a prompt's rather than a round's.
 INTAKE_ROWS = 1024
 SHORT_ROWS = 64
+
+
+class Outgoing(NamedTuple):
+    """Answers to one target, in a message that is complete but for their chains, or to gateways."""
+
+    link: PairLink | None
+    answers: list[Answer]
+    begun: draft_pb2.ProposeResponse | None
 
 
 class DraftEngine:
@@ -78,9 +88,11 @@ class DraftEngine:
         started = time.perf_counter()
         try:
             turns = [turn for extends in taken if (turn := self._turn(extends))]
-            chains = self._proposer.step(turns) if turns else []
+            finish = self._proposer.queue(turns) if turns else list
+            outgoing = _by_link(_answers(taken, started))  # while the device computes
+            chains = finish()
             self._last_step = time.perf_counter() - started
-            self._answer(taken, dict(zip((turn.sequence for turn in turns), chains, strict=True)), started)
+            self._answer(outgoing, dict(zip([turn.sequence for turn in turns], chains, strict=True)))
         finally:
             for extends in taken:
                 _release(extends)
@@ -117,7 +129,7 @@ class DraftEngine:
             # What it would propose is stale already: only its rows are taken in.
             waiting[-1].num_draft_tokens = 0
             position, link = waiting[-1].proposal_position, waiting[-1].link
-            self._hand_out([Answer(extend.sequence, Chain([], []), position, link=link)])
+            self._hand_out(_by_link([Answer(extend.sequence, Chain([], []), position, link=link)]))
         waiting.append(extend)
         answered = self._answered.pop(extend.sequence, None)
         if answered is not None:
@@ -187,29 +199,41 @@ class DraftEngine:
                 return False
         return True
 
-    def _answer(self, taken: list[list[Extend]], chains: dict[DraftSequence, Chain], started: float) -> None:
-        """A Proposal for each sequence whose last command asked for one."""
+    def _answer(self, outgoing: list[Outgoing], chains: dict[DraftSequence, Chain]) -> None:
+        """Hands the chains of a step out."""
         compute_us, now = microseconds(self._last_step), time.perf_counter()
-        answers = []
-        for last in (extends[-1] for extends in taken if extends[-1].num_draft_tokens):
-            chain = chains.get(last.sequence) or Chain([], [])
-            queue_us = microseconds(started - last.arrived)
-            position = last.proposal_position
-            answers.append(Answer(last.sequence, chain, position, queue_us, compute_us, link=last.link))
-            self._answered[last.sequence] = now
-        self._in_step = []
-        self._hand_out(answers)
-
-    def _hand_out(self, answers: list[Answer]) -> None:
-        """To whoever asked: the target through its link, a gateway through its session."""
-        by_link: dict[PairLink | None, list[Answer]] = {}
+        answers = [answer for group in outgoing for answer in group.answers]
         for answer in answers:
-            by_link.setdefault(answer.link, []).append(answer)
-        for link, group in by_link.items():
-            if link is not None:
-                link.answer(group)
+            answer.chain, answer.compute_us = chains.get(answer.sequence, answer.chain), compute_us
+        self._in_step = []
+        self._hand_out(outgoing)
+        for answer in answers:
+            self._answered[answer.sequence] = now
+
+    def _hand_out(self, outgoing: list[Outgoing]) -> None:
+        """To whoever asked: the target through its link, a gateway through its session."""
+        for link, answers, begun in outgoing:
+            if link is not None and begun is not None:
+                link.answer(answers, begun)
             else:
-                self._deliver(group)
+                self._deliver(answers)
+
+
+def _answers(taken: list[list[Extend]], started: float) -> list[Answer]:
+    """For each sequence whose last command asked for a chain: all but the chain."""
+    answers = []
+    for last in (extends[-1] for extends in taken if extends[-1].num_draft_tokens):
+        queue_us = microseconds(started - last.arrived)
+        answers.append(Answer(last.sequence, Chain([], []), last.proposal_position, queue_us, link=last.link))
+    return answers
+
+
+def _by_link(answers: list[Answer]) -> list[Outgoing]:
+    """The answers by who asked, and the messages to targets begun."""
+    groups: dict[PairLink | None, list[Answer]] = {}
+    for answer in answers:
+        groups.setdefault(answer.link, []).append(answer)
+    return [Outgoing(link, group, link.begin(group) if link else None) for link, group in groups.items()]
 
 
 def _num_rows(extends: list[Extend]) -> int:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import repeat
 
 from google.protobuf.message import DecodeError
 
 from draft_service.commands import Answer, Ask, Command
-from draft_service.packet import joint_states
+from draft_service.packet import read_together
 from draft_service.sequence import DraftSequence, Extend
 from draft_service.validation import CommandRules, read_extend
 from outrider.errors import InvalidArgument, NotFound, OutriderError, to_status
@@ -45,8 +47,8 @@ class PairLink:
         try:
             for packet in self._end.receive():
                 messages = draft_pb2.ProposeRequest.FromString(packet).commands
-                states = joint_states(messages, self._rules) or repeat(None)
-                batches.append([Ask(self, message, rows) for message, rows in zip(messages, states, strict=False)])
+                asked = read_together(messages, self._rules) or repeat(None)
+                batches.append([Ask(self, message, rows) for message, rows in zip(messages, asked, strict=False)])
         except DecodeError:
             log.error("the target's socket: expected a ProposeRequest, found another packet")
             self._end.ended = True
@@ -54,26 +56,35 @@ class PairLink:
 
     def read_extend(self, ask: Ask, sequence: DraftSequence | None) -> Extend | None:
         """The rows for a sequence, checked; None, and the target is told, where that cannot be."""
-        command = ask.message
+        command, rows = ask.message, ask.rows
+        if sequence is not None and rows is not None:
+            on_read = partial(self._rules.slices.release, rows.slice)
+            return Extend(sequence, *rows[:-1], time.perf_counter(), on_read, self, self._rules.slices.transport)
         try:
             if not command.HasField("extend"):
                 raise InvalidArgument("command", "expected extend, and nothing else through a pair's socket")
             if sequence is None:
                 self._release(command.extend)
                 raise NotFound(f"link_id: no open sequence {command.sequence_id}")
-            extend = read_extend(command.extend, sequence, self._rules, ask.states)
+            extend = read_extend(command.extend, sequence, self._rules)
         except OutriderError as error:
             self.refuse(command.sequence_id, error)
             return None
         extend.link = self
         return extend
 
-    def answer(self, answers: Iterable[Answer]) -> None:
-        """Sends the chains that a step proposed. A target that is gone is known by the end of the attachment."""
+    def begin(self, answers: Iterable[Answer]) -> draft_pb2.ProposeResponse:
+        """What `answer` will send, while a step still computes the chains."""
         message = draft_pb2.ProposeResponse()
         for answer in answers:
-            answer.fill(message.events.add(), answer.sequence.link_id)
-        self._send(message)
+            answer.begin(message.events.add(), answer.sequence.link_id)
+        return message
+
+    def answer(self, answers: Iterable[Answer], begun: draft_pb2.ProposeResponse) -> None:
+        """Sends the chains that a step proposed. A target that is gone is known by the end of the attachment."""
+        for answer, event in zip(answers, begun.events, strict=True):
+            answer.finish(event)
+        self._send(begun)
 
     def refuse(self, link_id: int, error: Exception) -> None:
         """There will be no chain."""

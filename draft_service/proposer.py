@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,11 +79,15 @@ class Proposer:
             for sequence in sequences:
                 self.cache.release(sequence)
 
-    @torch.inference_mode()
     def step(self, turns: Sequence[Turn]) -> list[Chain]:
-        """Takes the rows of all turns in and returns a chain for each, empty where none is wanted.
+        """Takes the rows of all turns in and returns a chain for each, empty where none is wanted."""
+        return self.queue(turns)()
 
-        Waits for the device once, at the end: from then on the rows' states may be overwritten.
+    @torch.inference_mode()
+    def queue(self, turns: Sequence[Turn]) -> Callable[[], list[Chain]]:
+        """Hands a step to the device: the function returned waits for it and returns the chains.
+
+        From then on the rows' states may be overwritten, and not before another step be queued.
         """
         queued: list[tuple[list[Turn], Drafted]] = []
         others = list(turns)
@@ -93,11 +97,15 @@ class Proposer:
         if others:
             longest_first = sorted(others, key=lambda turn: -turn.num_tokens)
             queued.append((longest_first, self._run(longest_first)))
-        wait(self.model.device)
-        chains: dict[Turn, Chain] = {}
-        for group, drafted in queued:
-            chains |= zip(group, _read_chains(group, drafted), strict=True)
-        return [chains[turn] for turn in turns]
+
+        def finish() -> list[Chain]:
+            wait(self.model.device)
+            chains: dict[Turn, Chain] = {}
+            for group, drafted in queued:
+                chains |= zip(group, _read_chains(group, drafted), strict=True)
+            return [chains[turn] for turn in turns]
+
+        return finish
 
     def _run(self, longest_first: list[Turn]) -> Drafted:
         """Any turns, by whatever length their chains have."""

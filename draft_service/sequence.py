@@ -44,6 +44,27 @@ class DraftSequence:
 
 
 @dataclass(eq=False, slots=True)
+class Part:
+    """Rows of states [m, k * Ht] that are those of many sequences: a step may take them all at once."""
+
+    whole: torch.Tensor
+    first: int
+    count: int
+
+    @property
+    def nbytes(self) -> int:
+        """Their size, as a tensor says it."""
+        return self.count * self.whole.shape[1] * self.whole.itemsize
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        """Some of them as a tensor, or all with [:]."""
+        return self.whole[self.first : self.first + self.count][rows]
+
+
+States = torch.Tensor | Part
+
+
+@dataclass(eq=False, slots=True)
 class Extend:
     """Rows for a sequence: states [n, k * Ht] at first_position.., each with the token one position later (int64 [n]).
 
@@ -52,7 +73,7 @@ class Extend:
 
     sequence: DraftSequence
     first_position: int
-    states: torch.Tensor
+    states: States
     token_ids: npt.NDArray[np.int64]
     num_draft_tokens: int
     min_confidence: float
@@ -74,10 +95,10 @@ class NewRows:
     """Consecutive new rows of one sequence, from first_position on: states and tokens, in pieces as they came."""
 
     first_position: int
-    pieces: list[tuple[torch.Tensor, npt.NDArray[np.int64]]] = field(default_factory=list)
+    pieces: list[tuple[States, npt.NDArray[np.int64]]] = field(default_factory=list)
     count: int = 0
 
-    def add(self, states: torch.Tensor, token_ids: npt.NDArray[np.int64]) -> None:
+    def add(self, states: States, token_ids: npt.NDArray[np.int64]) -> None:
         """Appends rows."""
         self.pieces.append((states, token_ids))
         self.count += len(token_ids)
@@ -98,13 +119,13 @@ def take_rows(sequence: DraftSequence, extends: Sequence[Extend], limit: int) ->
     Rows replace what was held from their position on. Beyond a gap, or before its start, the sequence begins anew
     with the rows. Positions from `limit` on are never held.
     """
-    rows = NewRows(0)
+    rows: NewRows | None = None
     for extend in extends:
         first = extend.first_position
         if sequence.start == sequence.end or not sequence.start <= first <= sequence.end:
             sequence.start = sequence.end = first
-            rows = NewRows(first)
-        if not rows.count or first < rows.first_position:
+            rows = None
+        if rows is None or not rows.count or first < rows.first_position:
             rows = NewRows(first)
         else:
             rows.cut(first - rows.first_position)
@@ -114,4 +135,4 @@ def take_rows(sequence: DraftSequence, extends: Sequence[Extend], limit: int) ->
         elif kept:
             rows.add(extend.states[:kept], extend.token_ids[:kept])
         sequence.end = first + kept
-    return rows
+    return rows or NewRows(0)

@@ -18,7 +18,7 @@ import torch
 from draft_service.cache import DraftCache
 from draft_service.choice import ROW_DTYPES, Chooser, row_values
 from draft_service.model import DraftModel
-from draft_service.turn import Turn, joined_states, rows_in_order
+from draft_service.turn import Turn, in_one_part, joined_states, rows_in_order
 from kernels.attention_block import Rows
 from kernels.graphs import MOST_ROWS, Graphs, Layout, padded
 from kernels.transfer import host_room, land
@@ -76,7 +76,7 @@ class StaticSteps:
         sequences, tokens = [turn.sequence for turn in turns], turns[0].num_tokens
         pages = self._cache.width(max(sequence.end for sequence in sequences) + tokens)
         order, token_ids, positions, of_turn = rows_in_order(turns)
-        taken_in = len(positions)
+        order, taken_in = self._bring(turns, order), len(positions)
         shape = Shape(padded(taken_in), padded(len(turns)), tokens, pages)
         step = self._graphs.step(shape, _layout(shape), lambda inputs: self._draft(shape, inputs))
         columns: dict[str, Sequence[Any] | np.ndarray] = {
@@ -92,10 +92,19 @@ class StaticSteps:
         }
         for name, values in columns.items():
             step.inputs.fill(name, values)
-        joined_states(turns, self._model.device, self._states[: len(order)])
         if tokens not in self._landing:
             self._landing[tokens] = host_room((tokens * 2 * MOST_SEQUENCES,), torch.int32, self._model.device)
         return land(self._graphs.run(step), self._landing[tokens])
+
+    def _bring(self, turns: Sequence[Turn], order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Puts the turns' rows into `_states`. Returns where those of `order` are there."""
+        together = in_one_part(turns)
+        if together is not None and len(together[0]) <= MOST_ROWS and together[0].device == self._model.device:
+            whole, places = together  # and rows between them that no turn has
+            self._states[: len(whole)].copy_(whole)
+            return places[order]
+        joined_states(turns, self._model.device, self._states[: len(order)])
+        return order
 
     def _draft(self, shape: Shape, inputs: Mapping[str, torch.Tensor]) -> Packed:
         """What is captured."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from draft_service.sequence import DraftSequence, NewRows
+from draft_service.sequence import DraftSequence, NewRows, Part
 from kernels.transfer import to_device
 
 
@@ -66,9 +66,25 @@ def rows_in_order(turns: Sequence[Turn]) -> RowOrder:
     return RowOrder(order, token_ids[order], firsts[of_turn] + taken_in, of_turn)
 
 
+def in_one_part(turns: Sequence[Turn]) -> tuple[torch.Tensor, npt.NDArray[np.int64]] | None:
+    """States that hold the rows of all turns, and for each row, one turn after the other, which of them it is.
+
+    int64 [T]; None where the rows did not come together.
+    """
+    parts = [states for turn in turns for states, _ in turn.rows.pieces if isinstance(states, Part)]
+    if not parts or sum([len(turn.rows.pieces) for turn in turns]) != len(parts):
+        return None
+    whole = parts[0].whole
+    if any(part.whole is not whole for part in parts):
+        return None
+    counts = np.array([part.count for part in parts])
+    shifts = np.array([part.first for part in parts]) - counts.cumsum() + counts
+    return whole, shifts.repeat(counts) + np.arange(counts.sum())
+
+
 def joined_states(turns: Sequence[Turn], device: torch.device, room: torch.Tensor | None = None) -> torch.Tensor:
     """The states of all rows on `device`, in `room` if given; some may have come through its memory, some inline."""
-    states = [states for turn in turns for states, _ in turn.rows.pieces]
+    states = [states[:] for turn in turns for states, _ in turn.rows.pieces]
     if len(states) > 1 and len({one.device for one in states}) > 1:
         states = [to_device(one, device) for one in states]
     if room is None or states[0].device != device:

@@ -18,7 +18,7 @@ from outrider.errors import InvalidArgument
 from outrider.tensors import decode
 from outrider.v1 import common_pb2, draft_pb2
 
-_LARGEST_POSITION = 2**32 - 1
+LARGEST_POSITION = 2**32 - 1
 
 
 class SliceReader(Protocol):
@@ -72,20 +72,16 @@ def read_extend(
     command: draft_pb2.DraftCommand.ExtendDraft,
     sequence: DraftSequence,
     rules: CommandRules,
-    states: torch.Tensor | None = None,
 ) -> Extend:
-    """The command for the engine. States inline share the message's memory, others the buffer's.
-
-    `states`: where they have been read and checked already.
-    """
+    """The command for the engine. States inline share the message's memory, others the buffer's."""
     message = command.hidden_states.tensor
-    decoded = decode(message, "extend.hidden_states.tensor", rules.slices.resolve) if states is None else states
+    decoded = decode(message, "extend.hidden_states.tensor", rules.slices.resolve)
     on_read = _on_read(message, rules.slices)
     try:
         return Extend(
             sequence,
             _checked_first_position(command, len(command.token_ids)),
-            _checked_states(decoded, rules) if states is None else states,
+            _checked_states(decoded, rules),
             _checked_token_ids(command, decoded.shape[0], rules),
             command.num_draft_tokens,
             _checked_confidence(command),
@@ -101,7 +97,7 @@ def read_extend(
 
 def _checked_first_position(command: draft_pb2.DraftCommand.ExtendDraft, num_rows: int) -> int:
     # The proposal's own first_position, one past the last row's token, must fit its field.
-    first, largest = command.hidden_states.first_position, _LARGEST_POSITION - num_rows - 1
+    first, largest = command.hidden_states.first_position, LARGEST_POSITION - num_rows - 1
     if first > largest:
         raise InvalidArgument("extend.hidden_states.first_position", f"expected at most {largest}, found {first}")
     return first

@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -38,13 +38,14 @@ class Auditor(Proposer):
         self.rounds = itertools.count()
         self.steps = 0
 
-    def step(self, turns: Sequence[Turn]) -> list[Chain]:
+    def queue(self, turns: Sequence[Turn]) -> Callable[[], list[Chain]]:
         """Records the rows of all turns and proposes."""
         self.steps += 1
         if self.steps == self.stall_in:
             time.sleep(STALL_SECONDS)
         oracle = json.loads((self.folder / "oracle.json").read_text())
-        return [self._chain(turn, oracle) for turn in turns]
+        chains = [self._chain(turn, oracle) for turn in turns]
+        return lambda: chains
 
     def _chain(self, turn: Turn, oracle: list[list[int]]) -> Chain:
         rows, tokens = turn.rows, [int(token) for _, ids in turn.rows.pieces for token in ids]
@@ -53,7 +54,7 @@ class Auditor(Proposer):
             "sequence": self.serials.setdefault(turn.sequence, len(self.serials)),
             "first_position": rows.first_position,
             "token_ids": tokens,
-            "states": torch.cat([states for states, _ in rows.pieces]),
+            "states": torch.cat([states[:] for states, _ in rows.pieces]),
         }
         # The name appears at once, with all of the content.
         part = self.folder / "part"

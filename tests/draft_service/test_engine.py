@@ -109,8 +109,8 @@ def test_a_step_that_fails_ends_its_sequences_and_no_others(directory, monkeypat
     broken, fine = new_sequence(), new_sequence()
     bench.open(broken, fine)
     bench.run(bench.command(fine, 0, rows_of(5), 1))
-    step = bench.proposer.step
-    monkeypatch.setattr(bench.proposer, "step", lambda turns: 1 / 0)
+    queue = bench.proposer.queue
+    monkeypatch.setattr(bench.proposer, "queue", lambda turns: 1 / 0)
     bench.engine.apply([[bench.command(broken, 0, rows_of(5), 1)]])
     time.sleep(bench.engine.idle_seconds())
     with pytest.raises(ZeroDivisionError) as raised:
@@ -119,7 +119,7 @@ def test_a_step_that_fails_ends_its_sequences_and_no_others(directory, monkeypat
     bench.engine.on_failure(raised.value)
     assert [(answer.sequence, answer.error) for answer in bench.answers] == [(broken, raised.value)]
     assert broken.closed and not broken.pages and bench.read == [fine, broken]
-    monkeypatch.setattr(bench.proposer, "step", step)
+    monkeypatch.setattr(bench.proposer, "queue", queue)
     assert len(bench.run(bench.command(fine, 5, rows_of(2), 2))[0].chain.token_ids) == 2
     # What still arrives for the ended one is released, and not answered.
     assert bench.run(bench.command(broken, 5, rows_of(2), 2)) == [] and bench.read[-1] is broken

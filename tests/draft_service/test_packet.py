@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
-from draft_service.packet import joint_states
-from draft_service.validation import CommandRules
+from draft_service.choice import ProposalSampling
+from draft_service.packet import read_together
+from draft_service.sequence import DraftSequence
+from draft_service.validation import CommandRules, read_extend
 from outrider.shared_slices import SliceReader
-from outrider.tensors import decode, encode, reference
+from outrider.tensors import encode, reference
 from outrider.v1 import common_pb2, draft_pb2
 
 WIDTH = 8
@@ -41,15 +44,25 @@ def command(offset: int, rows: int, buffer_id: str = "b", **fields: Any) -> draf
     tensor = reference(fields.get("dtype", torch.float32), fields.get("shape", (rows, WIDTH)), slice_)
     message = draft_pb2.DraftCommand(sequence_id=1)
     message.extend.hidden_states.tensor.CopyFrom(tensor)
+    message.extend.hidden_states.first_position = fields.get("first", 5 + offset)
+    message.extend.token_ids.extend(fields.get("tokens", range(offset % 7, offset % 7 + rows)))
+    message.extend.num_draft_tokens = rows + 1
+    message.extend.min_confidence = fields.get("confidence", 0.25)
     return message
 
 
 def test_each_command_gets_its_own_rows() -> None:
     commands = [command(0, 3), command(3 * ROW, 1), command(8 * ROW, 4), command(13 * ROW, 2)]
-    states = joint_states(commands, RULES)
-    assert states is not None and len(states) == 4
-    for one, found in zip(commands, states, strict=True):
-        assert torch.equal(found, decode(one.extend.hidden_states.tensor, "", RULES.slices.resolve))
+    rows = read_together(commands, RULES)
+    assert rows is not None and len(rows) == 4
+    for one, found in zip(commands, rows, strict=True):
+        alone = read_extend(one.extend, DraftSequence(None, 1, ProposalSampling()), RULES)
+        assert torch.equal(found.states[:], alone.states) and found.states.nbytes == alone.states.nbytes
+        assert torch.equal(found.states[:1], alone.states[:1])
+        assert found.token_ids.tolist() == alone.token_ids.tolist()
+        for name in ("first_position", "num_draft_tokens", "min_confidence"):
+            assert getattr(found, name) == getattr(alone, name)
+        assert found.slice == one.extend.hidden_states.tensor.slice
 
 
 UNUSUAL = {
@@ -64,6 +77,10 @@ UNUSUAL = {
     "no rows": command(4 * ROW, 0),
     "fewer than none": command(4 * ROW, 0, shape=(-1, WIDTH)),
     "one dimension": command(4 * ROW, 1, shape=(WIDTH,)),
+    "fewer tokens": command(4 * ROW, 2, tokens=[1]),
+    "an unknown token": command(4 * ROW, 1, tokens=[320]),
+    "a confidence that is none": command(4 * ROW, 1, confidence=math.nan),
+    "the last position": command(4 * ROW, 1, first=2**32 - 1),
     "not extend": draft_pb2.DraftCommand(sequence_id=1, close={}),
 }
 
@@ -73,4 +90,4 @@ def test_what_is_unusual_is_left_to_each_command(name: str) -> None:
     other = UNUSUAL[name]
     if isinstance(other, common_pb2.Tensor):
         other = draft_pb2.DraftCommand(sequence_id=1, extend={"hidden_states": {"tensor": other}})
-    assert joint_states([command(0, 3), other], RULES) is None
+    assert read_together([command(0, 3), other], RULES) is None

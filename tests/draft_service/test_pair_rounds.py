@@ -167,7 +167,7 @@ def test_a_step_that_fails_is_answered(proposer, monkeypatch: pytest.MonkeyPatch
     def fail(turns: object) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(proposer, "step", fail)
+    monkeypatch.setattr(proposer, "queue", fail)
     with pytest.raises(RuntimeError):
         linked.engine.step()
     linked.engine.on_failure(RuntimeError("broken"))

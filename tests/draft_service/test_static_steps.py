@@ -5,6 +5,7 @@ import torch
 
 from draft_service.choice import ProposalSampling
 from draft_service.proposer import Turn
+from draft_service.sequence import Part
 from draft_service.static_steps import split
 from kernels.graphs import Graphs
 from tests.draft_service.drivers import load_proposer, new_sequence, turn
@@ -41,6 +42,32 @@ def rounds(proposer, numbers, tokens=3, context=11):
         assert split(turns) == ([turns], [])
         chains.append(proposer.step(turns))
     return chains
+
+
+def together(turns):
+    """The turns with their states as a packet brings them: parts of one tensor, with rows of nobody between them."""
+    pieces = [(one.rows, *one.rows.pieces[0]) for one in turns]
+    whole = torch.cat([torch.cat([states, torch.full_like(states[:1], 1e9)]) for _, states, _ in pieces])
+    first = 0
+    for rows, states, ids in pieces:
+        rows.pieces = [(Part(whole, first, len(states)), ids)]
+        first += len(states) + 1
+    return turns
+
+
+@pytest.mark.parametrize("num_sequences", [2, 5, 40])
+def test_rows_that_came_together_are_those_that_came_one_by_one(tmp_path, num_sequences):
+    write_tiny_draft(tmp_path)
+    sizes = [1 + index % 4 * 2 for index in range(num_sequences)]
+
+    def chains(graphs, bring):
+        proposer, random = load_proposer(tmp_path, SHARED, graphs=graphs), torch.manual_seed(0)
+        states = [torch.randn(size, 192, generator=random) for size in sizes]
+        turns = [turn(proposer, new_sequence(SAMPLINGS[0]), 0, rows, [7] * len(rows), 2) for rows in states]
+        return proposer.step(bring(turns))
+
+    expected = chains(None, list)
+    assert chains(Graphs(torch.device("cpu")), together) == chains(None, together) == expected
 
 
 @pytest.mark.parametrize(
