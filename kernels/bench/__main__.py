@@ -24,7 +24,7 @@ import torch
 import triton
 
 from kernels import native
-from kernels.bench import cases, expert_cases, layer_cases, sizes
+from kernels.bench import batch_cases, cases, expert_cases, layer_cases, sizes
 from kernels.bench.cases import Case, Data
 from kernels.bench.measure import bandwidth, median_seconds
 
@@ -36,6 +36,7 @@ _MAKERS = {
     "rope_and_write": cases.rope_cases,
     "linear": cases.linear_cases,
     "attention": cases.attention_cases,
+    "batch": batch_cases.batch_cases,
     "router": expert_cases.router_cases,
     "experts": expert_cases.expert_cases,
     "layer": layer_cases.layer_cases,

@@ -69,16 +69,18 @@ class Data:
         """How many sets of so many bytes do not fit into the cache together."""
         return 1 if self.device.type != "cuda" else max(1, min(16, 3 * 2**26 // num_bytes + 1))
 
-    def cache(self) -> tuple[LayerCache, torch.Tensor]:
-        """A layer's cache with `context` and a few more keys in shuffled pages, and its page table [1, P]."""
+    def cache(self, sequences: int = 1, context: int | None = None) -> tuple[LayerCache, torch.Tensor]:
+        """A layer's cache with `context` and a few more keys in shuffled pages, and its page tables [sequences, P]."""
         s = self.sizes
-        pages = s.context // PAGE_SIZE + 2
-        layer = KVCache(1, pages, s.kv_heads, s.head_dim, self.dtype, self.device).layers[0]
-        table = torch.randperm(pages, generator=self._generator, device=self.device).int()[None]
+        pages = (context or s.context) // PAGE_SIZE + 2
+        layer = KVCache(1, sequences * pages, s.kv_heads, s.head_dim, self.dtype, self.device).layers[0]
+        tables = torch.randperm(sequences * pages, generator=self._generator, device=self.device).int()
+        tables = tables.view(sequences, pages)
         places = torch.arange(pages * PAGE_SIZE, device=self.device).int()
-        k, v = (self.normal(len(places), s.kv_heads, s.head_dim) for _ in range(2))
-        write_kv(layer, k, v, slots_of(table, torch.zeros_like(places), places))
-        return layer, table
+        for sequence in range(sequences):
+            k, v = (self.normal(len(places), s.kv_heads, s.head_dim) for _ in range(2))
+            write_kv(layer, k, v, slots_of(tables, torch.full_like(places, sequence), places))
+        return layer, tables
 
 
 def norm_cases(data: Data) -> Iterator[Case]:

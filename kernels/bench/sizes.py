@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model's shapes. `context`: keys behind the rows; `prompt`: rows of a prefill chunk."""
+    """A model's shapes. `context`: keys behind the rows; `prompt`: rows of a prefill chunk.
+
+    `sequences`: of a batch, each with `batch_context` keys behind its rows.
+    """
 
     hidden: int = 2880
     heads: int = 64
@@ -20,6 +23,8 @@ class Sizes:
     window: int = 128
     context: int = 10240
     prompt: int = 2048
+    sequences: int = 64
+    batch_context: int = 1280
 
 
 GPT_OSS_120B = Sizes()
@@ -38,4 +43,6 @@ TINY = Sizes(
     window=40,
     context=600,
     prompt=20,
+    sequences=8,
+    batch_context=100,
 )

@@ -1,4 +1,4 @@
-"""What the attention kernels share: a running softmax, in base 2, and where blocks of keys stand."""
+"""What the attention kernels share: a running softmax, in base 2, and where tiles of rows and blocks of keys stand."""
 
 from __future__ import annotations
 
@@ -6,6 +6,20 @@ import triton
 import triton.language as tl
 
 LOG2_E = 1.4426950408889634
+FEW_ROWS = 8  # of one chain, as a rule; more are several chains
+SHARING = 4  # rows, at most, whose tiles one program takes, one after the other
+_LOOKBACK = tl.constexpr(32)  # the longest chain whose tiles do not overlap
+
+
+def rows_of_program(rows: int, programs: int, least: int) -> int:
+    """So many rows share their programs, of which a row alone would have `programs`: `least` at least are left.
+
+    Most rows of a chain are in the tile of another one, and their programs would find nothing to do.
+    """
+    shared = min(SHARING, triton.next_power_of_2(rows))
+    while shared > 1 and triton.cdiv(rows, shared) * programs < least:
+        shared //= 2
+    return shared
 
 
 def launch_options(warps: int, stages: int, registers: int, vector_bytes: int) -> dict[str, int]:
@@ -15,6 +29,28 @@ def launch_options(warps: int, stages: int, registers: int, vector_bytes: int) -
     """
     stages = min(stages, 3 if vector_bytes <= 256 else 2) if vector_bytes > 128 else stages
     return {"num_warps": warps, "num_stages": stages, "maxnreg": registers if vector_bytes <= 128 else 255}
+
+
+@triton.jit
+def leading_rows(sequences, begin, end, SHARING: tl.constexpr, TILE_ROWS: tl.constexpr):
+    """(rows from `begin` [SHARING], which of them, before `end`, lead a tile: every TILE_ROWS-th of its chain)."""
+    place = begin + tl.arange(0, SHARING)
+    before = place[:, None] - 1 - tl.arange(0, _LOOKBACK)[None, :]
+    sequence = tl.load(sequences + place, mask=place < end, other=-1)
+    earlier = tl.load(sequences + before, mask=(before >= 0) & (before < end), other=-1) == sequence[:, None]
+    return place, (place < end) & (tl.sum(earlier.to(tl.int32), 1) % TILE_ROWS == 0)
+
+
+@triton.jit
+def rows_of_tile(sequences, positions, row, rows, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """(sequence, rows [TILE], heads of the group [TILE], which there are [TILE], positions [TILE], else -1)."""
+    member = tl.arange(0, TILE)
+    tile_row, in_group = row + member // GROUP_BLOCK, member % GROUP_BLOCK
+    sequence = tl.load(sequences + row)
+    inside = (tile_row < rows) & (in_group < GROUP)
+    own = tl.load(positions + tile_row, mask=inside, other=-1)
+    inside &= tl.load(sequences + tile_row, mask=inside, other=-1) == sequence
+    return sequence, tile_row, in_group, inside, tl.where(inside, own, -1)
 
 
 @triton.jit
@@ -64,6 +100,20 @@ def take_few_in(q, k, v, visible, scale, largest, totals, acc, PRECISION: tl.con
     totals = totals * kept[None, :] + weights
     acc = acc * kept[None, :] + tl.dot(tl.trans(v), weights.to(v.dtype), input_precision=PRECISION)
     return new_largest, totals, acc
+
+
+@triton.jit
+def take_split_in(largest, total, acc, part_largest, part_total, part):
+    """(largest, total, acc) with those of a split taken in, which may have seen nothing.
+
+    acc and part: sums of values, [D, M], or [D]; the others are [1, M], or scalars. Which products are fused is said,
+    so that every kernel gives the same bits.
+    """
+    new_largest = tl.maximum(largest, part_largest)
+    reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    kept, weight = tl.exp2(largest - reference), tl.exp2(part_largest - reference)
+    total = tl.fma(part_total, weight, total * kept)
+    return new_largest, total, tl.fma(part, tl.broadcast_to(weight, part.shape), acc * kept)
 
 
 @triton.jit

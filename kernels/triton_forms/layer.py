@@ -72,7 +72,7 @@ def _attention_parts(
         block.eps,
     )
     if only is not None:
-        q, rows = q[only], rows.only(only)
+        rows, q = rows.only(only), q[only]  # in this order: kernels read rows before they wait (`overlap`)
     attended = paged_attention(
         q,
         cache,

@@ -4,9 +4,10 @@ It adds up the projection's partial sums and bias, normalises query and key head
 them by their position, and writes keys and values to their place in the paged cache. Every step is rounded where the
 PyTorch form rounds.
 
-Few rows: a program a row and head. Many: a program takes a tile of rows and the heads that share a key head. The
-rows' angles are then read once for all these heads, and keys, whose positions are innermost, are written in runs. What
-is computed of an element is the same, but for the order of a head norm's sum.
+Few rows: a program a row and head, or a few of a row's heads, so that sixteen bytes are loaded at a time. Many: a
+program takes a tile of rows and the heads that share a key head. The rows' angles are then read once for all these
+heads, and keys, whose positions are innermost, are written in runs. What is computed of an element is the same, but for
+the order of a head norm's sum: with norms a program takes one head of however many rows.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from kernels.triton_forms.overlap import LAUNCH, after_previous
 from kernels.triton_forms.parts import bias_of, sum_parts_of_row
 
 MOST_ROWS_ALONE = 256  # that have programs of their own
+FEW_ROWS = 8  # of which every head has
+HEADS, WARPS = 8, 1  # of a program of more rows
 TILE_ROWS, TILE_WARPS = 32, 4
 
 
@@ -62,19 +65,19 @@ def rope_and_write(
         grid = (kv_heads * triton.cdiv(rows, TILE_ROWS),)
         _rope_and_write_tile[grid](*tensors, *numbers, **sizes, ROWS=TILE_ROWS, num_warps=TILE_WARPS, **LAUNCH)
     elif rows:
-        grid = (rows * (num_heads + 2 * kv_heads),)
-        _rope_and_write[grid](*tensors, *numbers, **sizes, num_warps=1, **LAUNCH)
+        heads, warps = (1, 1) if rows <= FEW_ROWS or q_norm is not None else (HEADS, WARPS)
+        own = rows, triton.cdiv(num_heads + 2 * kv_heads, heads)
+        _rope_and_write[own](*tensors, *numbers, **sizes, HEADS=heads, num_warps=warps, **LAUNCH)
     return q
 
 
 @triton.jit
 def _turned(first, second, c, s, norm, pair, inside, eps, HALF: tl.constexpr):
-    """The two halves of heads, [BLOCK] or [ROWS, BLOCK], normalised where there is a norm, and turned."""
+    """The two halves of heads, [ROWS, BLOCK], normalised where there is a norm, and turned."""
     dtype = first.dtype
     x, y = first.to(tl.float32), second.to(tl.float32)
     if norm is not None:
-        axis: tl.constexpr = len(x.shape) - 1
-        squares = tl.sum(x * x, axis, keep_dims=True) + tl.sum(y * y, axis, keep_dims=True)
+        squares = tl.sum(x * x, 1, keep_dims=True) + tl.sum(y * y, 1, keep_dims=True)
         scale = 1.0 / tl.sqrt(squares / (2 * HALF) + eps)
         x = x * scale * tl.load(norm + pair, mask=inside, other=0.0).to(tl.float32)
         y = y * scale * tl.load(norm + HALF + pair, mask=inside, other=0.0).to(tl.float32)
@@ -105,12 +108,12 @@ def _rope_and_write(
     PAGE: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
-    num_heads: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
-    row, head = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads
-    width = num_heads * 2 * HALF
-    pair = tl.arange(0, BLOCK)
-    inside = pair < HALF
+    ALL_HEADS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
+    row = tl.program_id(0)
+    head, pair = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
+    in_half, inside = pair < HALF, (head < ALL_HEADS) & (pair < HALF)
     column = head * 2 * HALF + pair
     dtype = keys.dtype.element_ty
 
@@ -118,35 +121,30 @@ def _rope_and_write(
     position, sequence = tl.load(positions + row), tl.load(sequences + row).to(tl.int64)
     first_bias, second_bias = bias_of(bias, column, inside), bias_of(bias, column + HALF, inside)
     angle = position.to(tl.int64) * HALF + pair
-    c = tl.load(cos + angle, mask=inside, other=0.0)
-    s = tl.load(sin + angle, mask=inside, other=0.0)
+    c = tl.load(cos + angle, mask=in_half, other=0.0)
+    s = tl.load(sin + angle, mask=in_half, other=0.0)
     page = tl.load(page_tables + sequence * table_width + position // PAGE).to(tl.int64)
+    is_q, is_key = head < NUM_HEADS, (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
     after_previous()
 
+    width = ALL_HEADS * 2 * HALF
     first = (sum_parts_of_row(parts, row, rows, width, column, inside, NUM_PARTS) + first_bias).to(dtype)
     second = (sum_parts_of_row(parts, row, rows, width, column + HALF, inside, NUM_PARTS) + second_bias).to(dtype)
-    if head < NUM_HEADS + NUM_KV_HEADS:
-        norm = q_norm
-        if q_norm is not None:
-            norm = q_norm if head < NUM_HEADS else k_norm
-        first, second = _turned(first, second, c, s, norm, pair, inside, eps, HALF)
-
-    if head < NUM_HEADS:
-        place = q + (row.to(tl.int64) * NUM_HEADS + head) * 2 * HALF + pair
-        tl.store(place, first, mask=inside)
-        tl.store(place + HALF, second, mask=inside)
-    else:
-        offset = position % PAGE
-        if head < NUM_HEADS + NUM_KV_HEADS:
-            block = page * NUM_KV_HEADS + (head - NUM_HEADS)
-            place = keys + (block * 2 * HALF + pair) * PAGE + offset
-            tl.store(place, first, mask=inside)
-            tl.store(place + HALF * PAGE, second, mask=inside)
-        else:
-            block = page * NUM_KV_HEADS + (head - NUM_HEADS - NUM_KV_HEADS)
-            place = values + (block * PAGE + offset) * 2 * HALF + pair
-            tl.store(place, first, mask=inside)
-            tl.store(place + HALF, second, mask=inside)
+    norm = q_norm
+    if q_norm is not None:  # and there is one head
+        norm = q_norm if tl.program_id(1) < NUM_HEADS else k_norm
+    turned = _turned(first, second, c, s, norm, pair, in_half, eps, HALF)
+    place = q + (row.to(tl.int64) * NUM_HEADS + head) * 2 * HALF + pair
+    tl.store(place, turned[0], mask=is_q & inside)
+    tl.store(place + HALF, turned[1], mask=is_q & inside)
+    block, offset = page * NUM_KV_HEADS + (head - NUM_HEADS), position % PAGE
+    place = keys + (block * 2 * HALF + pair) * PAGE + offset
+    tl.store(place, turned[0], mask=is_key & inside)
+    tl.store(place + HALF * PAGE, turned[1], mask=is_key & inside)
+    is_value = head >= NUM_HEADS + NUM_KV_HEADS
+    place = values + ((block - NUM_KV_HEADS) * PAGE + offset) * 2 * HALF + pair
+    tl.store(place, first, mask=is_value & inside)
+    tl.store(place + HALF, second, mask=is_value & inside)
 
 
 @triton.jit

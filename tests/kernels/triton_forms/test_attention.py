@@ -82,6 +82,7 @@ def test_chains(random, dtype, options):
 def test_chains_have_the_bits_of_their_rows(random, monkeypatch, keys, most_tile):
     monkeypatch.setattr(attention_decode, "KEYS", keys)
     monkeypatch.setattr(attention_decode, "MOST_TILE", most_tile)
+    monkeypatch.setattr(attention_decode, "BATCH_TILE", most_tile)
     scene = Scene(random, torch.float16)
     # A chain that reaches over the end of a page and a split, and one of a single row.
     places = [(0, p) for p in range(507, 517)] + [(1, 69)]
@@ -117,14 +118,33 @@ def test_prompts(random, dtype, options):
         assert torch.equal(chunk, found[part])
 
 
-@pytest.mark.parametrize("keys", [64, 128, 256])
-def test_windows_of_rows_beside_page_ends(random, monkeypatch, keys):
-    monkeypatch.setattr(attention_window, "KEYS", keys)
+def test_windows_of_rows_beside_page_ends(random):
     scene = Scene(random, torch.float16)
     q, sequences, positions = scene.rows((1, 0), (1, 63), (1, 64), *((0, p) for p in (255, 256, 257, 382, 383, 384)))
     for options in ({"window": 128, "sinks": True}, {"window": 129}, {"window": 1}, {"window": 300}):
         found = scene.attend(paged_attention, q, sequences, positions, options, num_chain_rows=len(q))
         close(found, scene.attend(paged_attention_torch, q, sequences, positions, options), torch.float16)
+
+
+@pytest.mark.parametrize("programs", [1, 1000])
+@pytest.mark.parametrize("options", [{"sinks": True}, {"first_positions": [3, 260, 3, 260]}, {"window": 128}])
+def test_rows_of_a_batch_have_the_bits_of_rows_alone(random, monkeypatch, options, programs):
+    """Where programs take the tiles of several rows, and all splits of them, and where they do not."""
+    for module in (attention_decode, attention_window):
+        monkeypatch.setattr(module, "PROGRAMS", programs)
+    monkeypatch.setattr(attention_decode, "WHOLE_PROGRAMS", programs)
+    scene = Scene(random, torch.float16)
+    # Of one to six rows, over the ends of pages, splits and programs; the last row stands twice, as in a padded step.
+    scene.tables = scene.tables[[1, 0, 1, 0]]
+    places = [(0, 69), *((1, p) for p in range(509, 515)), (2, 62), (2, 63), (2, 64), (3, 598), (3, 599), (3, 599)]
+    q, sequences, positions = scene.rows(*places)
+    attend = partial(scene.attend, paged_attention)
+    found = attend(q, sequences, positions, options, num_chain_rows=len(q))
+    close(found, scene.attend(paged_attention_torch, q, sequences, positions, options), torch.float16)
+    monkeypatch.undo()
+    for begin, end in ((0, 1), (2, 3), (4, 7), (8, 9), (11, 12)):
+        part = slice(begin, end)
+        assert torch.equal(attend(q[part], sequences[part], positions[part], options), found[part])
 
 
 @pytest.mark.parametrize("keys", [64, 128])

@@ -87,15 +87,17 @@ def test_tiles_of_rows_do_what_rows_alone_do(monkeypatch, random, dtype, width, 
     sequences, positions = torch.tensor(places, device=bias.device).int().T.contiguous()
     tables = torch.tensor([[2, 0], [1, 3]], device=bias.device).int()
     results = []
-    for most in (rows, rows - 1):
+    for few, most in ((rows, rows), (rows - 1, rows), (rows - 1, rows - 1)):
+        monkeypatch.setattr(rope_kv, "FEW_ROWS", few)
         monkeypatch.setattr(rope_kv, "MOST_ROWS_ALONE", most)
         cache = KVCache(1, 4, kv_heads, width, dtype, bias.device).layers[0]
         q = rope_and_write(
             parts, bias, table.cos, table.sin, positions, sequences, tables, cache, heads, *norms, eps=EPS
         )  # fmt: skip
         results.append((q, cache.keys, cache.values))
-    for alone, in_tiles in zip(*results, strict=True):
+    for alone, several, in_tiles in zip(*results, strict=True):
         assert alone.count_nonzero() > rows * kv_heads * width * 0.9
+        assert torch.equal(several, alone)
         if head_norms:  # whose sums have another order
             close(in_tiles, alone, dtype)
         else:
