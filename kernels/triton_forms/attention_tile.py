@@ -8,7 +8,7 @@ import triton.language as tl
 LOG2_E = 1.4426950408889634
 FEW_ROWS = 8  # of one chain, as a rule; more are several chains
 SHARING = 4  # rows, at most, whose tiles one program takes, one after the other
-_LOOKBACK = tl.constexpr(32)  # the longest chain whose tiles do not overlap
+_LOOKBACK = tl.constexpr(64)  # the longest chain whose tiles do not overlap; padding lengthens the last one
 
 
 def rows_of_program(rows: int, programs: int, least: int) -> int:
