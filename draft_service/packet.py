@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from draft_service.sequence import Part
-from draft_service.validation import LARGEST_POSITION, CommandRules
+from draft_service.sequence import DraftSequence, Extend, Part
+from draft_service.validation import LARGEST_POSITION, CommandRules, SliceReader
 from outrider.errors import InvalidArgument
 from outrider.shared_slices import tensor_at
 from outrider.tensors import DTYPES
 from outrider.v1 import common_pb2, draft_pb2
+
+if TYPE_CHECKING:
+    from draft_service.pair_link import PairLink
 
 
 class AskedRows(NamedTuple):
@@ -26,6 +31,11 @@ class AskedRows(NamedTuple):
     num_draft_tokens: int
     min_confidence: float
     slice: common_pb2.BufferSlice
+
+    def extend(self, sequence: DraftSequence, slices: SliceReader, link: PairLink | None = None) -> Extend:
+        """The command for the engine, now."""
+        on_read = partial(slices.release, self.slice)
+        return Extend(sequence, *self[:-1], time.perf_counter(), on_read, link, slices.transport)
 
 
 def read_together(commands: Sequence[draft_pb2.DraftCommand], rules: CommandRules) -> list[AskedRows] | None:

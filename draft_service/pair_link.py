@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from itertools import repeat
 
 from google.protobuf.message import DecodeError
@@ -58,8 +56,7 @@ class PairLink:
         """The rows for a sequence, checked; None, and the target is told, where that cannot be."""
         command, rows = ask.message, ask.rows
         if sequence is not None and rows is not None:
-            on_read = partial(self._rules.slices.release, rows.slice)
-            return Extend(sequence, *rows[:-1], time.perf_counter(), on_read, self, self._rules.slices.transport)
+            return rows.extend(sequence, self._rules.slices, self)
         try:
             if not command.HasField("extend"):
                 raise InvalidArgument("command", "expected extend, and nothing else through a pair's socket")

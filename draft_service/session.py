@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 from draft_service.commands import Answer, Close, Command, Open
+from draft_service.packet import AskedRows, read_together
 from draft_service.sequence import DraftSequence
 from draft_service.validation import CommandRules, read_extend, read_sampling
 from outrider.errors import InvalidArgument, NotFound, OutriderError, to_status
@@ -25,9 +27,10 @@ class Session:
     def dispatch(self, request: object) -> None:
         """Applies the commands of one message. A bad one fails its sequence only."""
         assert isinstance(request, draft_pb2.ProposeRequest)
-        for command in request.commands:
+        asked = read_together(request.commands, self._rules) or itertools.repeat(None)
+        for command, rows in zip(request.commands, asked, strict=False):
             try:
-                self._apply(command)
+                self._apply(command, rows)
             except OutriderError as error:
                 self._fail(command.sequence_id, error)
         self._flush()
@@ -50,15 +53,19 @@ class Session:
         self._flush()
         self.outbox.close()
 
-    def _apply(self, command: draft_pb2.DraftCommand) -> None:
+    def _apply(self, command: draft_pb2.DraftCommand, rows: AskedRows | None) -> None:
+        """`rows`: what an extend says, where it was read with the others in the message."""
         kind = command.WhichOneof("command")
         sequence_id = command.sequence_id
         if kind == "extend":
             sequence = self.sequences.get(sequence_id)
             if sequence is None:
                 raise NotFound(f"sequence_id: no open sequence {sequence_id} in this session")
-            extend = read_extend(command.extend, sequence, self._rules)
-            self._commands.append(extend)
+            self._commands.append(
+                read_extend(command.extend, sequence, self._rules)
+                if rows is None
+                else rows.extend(sequence, self._rules.slices)
+            )
         elif kind == "open":
             if sequence_id in self.sequences:
                 raise InvalidArgument("sequence_id", f"sequence {sequence_id} is open already; both are freed")

@@ -10,7 +10,8 @@ import torch
 
 from draft_service.choice import ProposalSampling
 from draft_service.packet import read_together
-from draft_service.sequence import DraftSequence
+from draft_service.sequence import DraftSequence, Part
+from draft_service.session import Session
 from draft_service.validation import CommandRules, read_extend
 from outrider.shared_slices import SliceReader
 from outrider.tensors import encode, reference
@@ -91,3 +92,26 @@ def test_what_is_unusual_is_left_to_each_command(name: str) -> None:
     if isinstance(other, common_pb2.Tensor):
         other = draft_pb2.DraftCommand(sequence_id=1, extend={"hidden_states": {"tensor": other}})
     assert read_together([command(0, 3), other], RULES) is None
+
+
+def test_a_gateway_s_commands_are_read_together_and_one_for_no_sequence_fails_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    released: list[int] = []
+    monkeypatch.setattr(RULES.slices, "release", lambda slice_: released.append(slice_.offset))
+    submitted: list[Any] = []
+    session = Session(RULES, submitted.extend)
+    session.sequences = {number: DraftSequence(session, number, ProposalSampling()) for number in (1, 3)}
+    commands = [command(0, 3), command(3 * ROW, 1), command(8 * ROW, 4)]
+    for number, one in enumerate(commands, start=1):
+        one.sequence_id = number
+    session.dispatch(draft_pb2.ProposeRequest(commands=commands))
+    assert [extend.sequence.sequence_id for extend in submitted] == [1, 3]
+    for one, extend in zip((commands[0], commands[2]), submitted, strict=True):
+        assert isinstance(extend.states, Part)
+        alone = read_extend(one.extend, extend.sequence, RULES)
+        assert torch.equal(extend.states[:], alone.states)
+        assert (extend.num_draft_tokens, extend.link) == (one.extend.num_draft_tokens, None)
+        extend.on_read()
+    assert released == [0, 8 * ROW]
+    assert len(session.outbox) == 1
