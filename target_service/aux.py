@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -27,14 +27,18 @@ def wanted_boundaries(work: Iterable[Work]) -> set[int]:
 
 @dataclass(slots=True)
 class _Copy:
-    """Rows of a step, from `row` on, that go side by side to where `memory` has room from `offset` on."""
+    """Rows of a step, from `row` on, that go side by side to where `memory` has room from `offset` on.
+
+    Without such memory: to that of the host, for messages; `inline`: each one's rows, and how many.
+    """
 
     boundaries: tuple[int, ...]
     row: int
     count: int
-    memory: torch.Tensor
-    offset: int
-    num_bytes: int
+    memory: torch.Tensor | None = None
+    offset: int = 0
+    num_bytes: int = 0
+    inline: list[tuple[Rows, int]] = field(default_factory=list)
 
     def take_in(self, other: _Copy) -> bool:
         """Whether the other one goes on where this one ends, and is now a part of it."""
@@ -47,13 +51,14 @@ class _Copy:
         if follows:
             self.count += other.count
             self.num_bytes += other.num_bytes
+            self.inline += other.inline
         return follows
 
 
 class SentRows:
     """The rows of one step on their way, into slices of buffers that their readers have open, or into messages.
 
-    Slices of sequences that follow each other mostly do so, too, and are written at once.
+    Slices of sequences that follow each other mostly do so, too, and are written at once, as are those in messages.
     """
 
     def __init__(self, buffers: Buffers, aux: dict[int, torch.Tensor]) -> None:
@@ -65,7 +70,8 @@ class SentRows:
     def send(self, sequence: Sequence, row: int, start: int, count: int) -> Rows | None:
         """The rows of positions start to start + count - 1, the first of them at `row` of the step.
 
-        None where the sequence wants none of them. They are there once the device has been waited for after `finish`.
+        None where the sequence wants none of them. They are there once the device has been waited for after `finish`;
+        until that is called those for a message are on the device.
         """
         boundaries, skipped = sequence.aux.boundaries, max(sequence.aux.first_position - start, 0)
         if not boundaries or skipped >= count:
@@ -74,17 +80,26 @@ class SentRows:
         states = self._aux[boundaries[0]]
         shape = count, len(boundaries) * states.shape[1]
         if (place := self._buffers.place(sequence, states.dtype, shape)) is None:
-            return Rows(first, to_host(torch.cat(self._parts(boundaries, row, count), dim=1)))
-        num_bytes = math.prod(shape) * states.dtype.itemsize
-        copy = _Copy(boundaries, row, count, place.memory, place.offset, num_bytes)
+            rows = Rows(first, states[row : row + count])
+            copy = _Copy(boundaries, row, count, inline=[(rows, count)])
+        else:
+            rows = Rows(first, place.message)
+            num_bytes = math.prod(shape) * states.dtype.itemsize
+            copy = _Copy(boundaries, row, count, place.memory, place.offset, num_bytes)
         if not (self._copies and self._copies[-1].take_in(copy)):
             self._copies.append(copy)
-        return Rows(first, place.message)
+        return rows
 
     def finish(self) -> None:
-        """Hands over what is to be written to slices."""
+        """Hands over what is to be written to slices or sent in messages."""
         for copy in self._copies:
-            write_rows(copy.memory, copy.offset, self._parts(copy.boundaries, copy.row, copy.count))
+            parts = self._parts(copy.boundaries, copy.row, copy.count)
+            if copy.memory is not None:
+                write_rows(copy.memory, copy.offset, parts)
+                continue
+            host = to_host(torch.cat(parts, dim=1)).split([count for _, count in copy.inline])
+            for (rows, _), part in zip(copy.inline, host, strict=True):
+                rows.tensor = part
 
     def _parts(self, boundaries: tuple[int, ...], row: int, count: int) -> list[torch.Tensor]:
         return [self._aux[boundary][row : row + count] for boundary in boundaries]

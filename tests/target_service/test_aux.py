@@ -119,3 +119,20 @@ def test_slices_that_follow_each_other_are_written_at_once(buffers, monkeypatch)
         expected = states[3] if owner is narrow else wide
         found = tensor_at(attachment.memory.bytes, sent.tensor.slice.offset, torch.float32, sent.tensor.shape)
         assert torch.equal(found, expected[row : row + count])
+
+
+def test_rows_for_messages_are_brought_to_the_host_at_once(buffers, monkeypatch):
+    brought = []
+    bring = aux.to_host
+    monkeypatch.setattr(aux, "to_host", lambda rows: brought.append(len(rows)) or bring(rows))
+    sender, sequence, _ = sender_of(buffers, common_pb2.TRANSPORT_INLINE)
+    narrow = make_sequence(2, 4)
+    narrow.aux = replace(sequence.aux, boundaries=(3,))
+    step = sender.step(AUX)
+    parts = [(sequence, 0, 2), (sequence, 2, 1), (narrow, 3, 1), (sequence, 5, 1), (sequence, 6, 2)]
+    rows = [step.send(owner, row, 0, count) for owner, row, count in parts]
+    assert all(sent.inline for sent in rows)
+    step.finish()
+    assert brought == [3, 1, 3]
+    for (owner, row, count), sent in zip(parts, rows, strict=True):
+        assert torch.equal(sent.tensor, (AUX[3] if owner is narrow else WIDE)[row : row + count])
