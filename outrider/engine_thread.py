@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -33,14 +34,24 @@ SWITCH_INTERVAL = 5e-5
 _WATCH_SECONDS = 0.1
 # Processors that leave one to each engine of a pair.
 _ENOUGH_PROCESSORS = 4
+_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of the container, in microseconds of a period
 # A look that takes longer waited for another thread's Python: that one gets the interpreter for a while.
 _HELD_UP, _PAUSE = 3e-5, 3e-4
 
 
 def watch_seconds(device: torch.device) -> float:
     """How long an engine that computes on `device` may look for commands without sleep: not where that costs others."""
-    spare = device.type == "cuda" and len(os.sched_getaffinity(0)) >= _ENOUGH_PROCESSORS
-    return _WATCH_SECONDS if spare else 0.0
+    return _WATCH_SECONDS if device.type == "cuda" and _num_processors() >= _ENOUGH_PROCESSORS else 0.0
+
+
+def _num_processors() -> float:
+    """How many this process may keep busy: a container that is beyond its limit stands still for a while."""
+    count = len(os.sched_getaffinity(0))
+    try:
+        limit, period = _CPU_LIMIT.read_text().split()
+        return min(count, int(limit) / int(period))
+    except (OSError, ValueError):  # no such file, or "max"
+        return count
 
 
 class Engine(Protocol[Command]):

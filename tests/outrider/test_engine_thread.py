@@ -1,7 +1,11 @@
 import asyncio
 import threading
 
-from outrider.engine_thread import EngineThread
+import pytest
+import torch
+
+from outrider import engine_thread
+from outrider.engine_thread import EngineThread, watch_seconds
 
 
 class Doubler:
@@ -41,3 +45,22 @@ async def test_commands_are_applied_in_order_in_one_thread_and_a_failure_is_surv
     assert engine.results == [2, 4, 6]
     assert [str(e) for e in engine.failures] == ["13"]
     assert len(engine.threads) == 1 and threading.get_ident() not in engine.threads
+
+
+@pytest.mark.parametrize(
+    ("device", "processors", "limit", "watches"),
+    [
+        ("cuda", 16, "max 100000", True),
+        ("cuda", 4, None, True),
+        ("cuda", 3, None, False),
+        ("cuda", 16, "400000 100000", True),
+        ("cuda", 16, "100000 100000", False),
+        ("cpu", 16, None, False),
+    ],
+)
+def test_who_looks_without_sleep(monkeypatch, tmp_path, device, processors, limit, watches):
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(processors)))
+    monkeypatch.setattr(engine_thread, "_CPU_LIMIT", tmp_path / "cpu.max")
+    if limit is not None:
+        (tmp_path / "cpu.max").write_text(limit + "\n")
+    assert (watch_seconds(torch.device(device)) > 0) == watches
