@@ -111,7 +111,7 @@ class RowSender:
     def __init__(self, buffers: Buffers, metrics: TargetMetrics) -> None:
         self._buffers = buffers
         self._metrics = metrics
-        # Rows that were emitted and are not counted yet.
+        # Rows that were emitted and are not counted yet, and how they travel where they are not in messages.
         self._uncounted: list[tuple[common_pb2.Transport, Rows]] = []
 
     def step(self, aux: dict[int, torch.Tensor]) -> SentRows:
@@ -127,15 +127,14 @@ class RowSender:
             self._buffers.take_back(sequence, rows.tensor)
             return None
         rows = rows.first(count)
-        transport = common_pb2.TRANSPORT_INLINE if rows.inline else sequence.aux.transport
-        self._uncounted.append((transport, rows))
+        self._uncounted.append((sequence.aux.transport, rows))
         return rows
 
     def count(self) -> None:
         """Counts what was emitted: once a step, when the draft knows of it."""
         sizes: Counter[common_pb2.Transport] = Counter()
         for transport, rows in self._uncounted:
-            sizes[transport] += rows.num_bytes
+            sizes[common_pb2.TRANSPORT_INLINE if rows.inline else transport] += rows.num_bytes
         for transport, size in sizes.items():
             self._metrics.hidden_state_bytes(transport, size)
         self._uncounted.clear()

@@ -111,7 +111,8 @@ class Emitter:
         sequence, advance = work.sequence, work.sequence.advance
         chain = advance.draft_token_ids if advance else []
         # Rows that could only choose tokens past the sequence's end were left out, and are never reached.
-        choices = choices + [NO_TOKEN] * (len(chain) + 1 - len(choices))
+        if missing := len(chain) + 1 - len(choices):
+            choices = choices + [NO_TOKEN] * missing
         if self._script is not None:
             seed = sequence.open.sampling.seed
             chain, choices = self._script.rewrite(chain, choices, seed, sequence.length)
