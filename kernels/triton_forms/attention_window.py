@@ -31,7 +31,7 @@ FEW_TILE, TILE = 16, 32  # rows times heads of a group, of one chain, and of sev
 WARPS, STAGES = 4, 4  # a stage more than blocks that are under way
 REGISTERS = 168  # of a thread at most: three programs of four warps fit a multiprocessor
 BATCH_STAGES, BATCH_REGISTERS = 3, 128  # four fit
-PROGRAMS = 256  # at least, before rows share theirs
+PROGRAMS = 64  # at least, before rows share theirs
 
 
 def window_attention(

@@ -6,8 +6,8 @@ add up in the order of ranks, and of the spans of inputs within a rank: no atomi
 
 Few rows: every pair has programs, those of the first pair of an expert take all its rows, the others leave; so each
 expert that was chosen is read once, and nothing has to be sorted. More rows: pairs are sorted by expert and cut into
-tiles. Up to MOST_ROWS_OF_SMALL_TILES the order of sums is that of few rows: how many columns a product has changes no
-column's bits.
+tiles; one that is not half full is computed as half a tile. Up to MOST_ROWS_OF_SMALL_TILES the order of sums is that of
+few rows: how many columns a product has changes no column's bits.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
 
 from kernels.triton_forms import mxfp4
-from kernels.triton_forms.mxfp4 import PackedExperts, shuffled, shuffled_place
-from kernels.triton_forms.mxfp4_products import product_of_few, product_of_many
+from kernels.triton_forms.experts_kernel import compute_experts
+from kernels.triton_forms.mxfp4 import PackedExperts, shuffled
 from kernels.triton_forms.pairs import sort_pairs
 
 FEW_ROWS = 16
@@ -29,7 +28,8 @@ SMALL_OUTPUTS, BATCH_OUTPUTS = 16, 64  # of a tile: with several rows each, more
 SHORT_TILE, LONG_TILE = 8, 16  # rows of a tile
 MOST_ROWS_OF_SHORT_TILES = 128  # of a batch: of 128 experts each is chosen by four
 UNROLLED, BATCH_UNROLLED = 5, 3  # tiles of inputs that are on their way to a warp
-# Of a thread at most, where few programs leave room: the compiler otherwise loads some tiles after the first products.
+# Of a thread at most. With one row few programs leave room, but the compiler would load some tiles after the first
+# products; of long tiles three warps fit then, where two would.
 REGISTERS = 168
 SPLITS = 3  # spans of the inputs of down: it has half as many outputs as gate and up
 LARGE_TILE, LARGE_OUTPUTS = 128, 256
@@ -120,9 +120,10 @@ def _launch(
     few = tiles.order is None
     tile_outputs = LARGE_OUTPUTS if not small else SMALL_OUTPUTS if few else BATCH_OUTPUTS
     unrolled = UNROLLED if few else BATCH_UNROLLED
+    limited = ids.shape[0] == 1 or (small and not few and tiles.rows == LONG_TILE)
     steps = inputs // mxfp4.INPUTS
     gate = activation or Activation(1.0, 0.0, 0.0)
-    _experts[(triton.cdiv(outputs, tile_outputs), tiles.count, splits)](
+    compute_experts[(triton.cdiv(outputs, tile_outputs), tiles.count, splits)](
         x,
         ids,
         shares,
@@ -151,137 +152,7 @@ def _launch(
         UNROLLED=unrolled if steps % (splits * unrolled) == 0 else 1,
         BF16=x.dtype == torch.bfloat16,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        **({"maxnreg": REGISTERS} if ids.shape[0] == 1 else {}),
+        **({"maxnreg": REGISTERS} if limited else {}),
         num_warps=1 if small else LARGE_WARPS,
         num_stages=1 if small else LARGE_STAGES,
     )
-
-
-@triton.jit
-def _rows_of_first_pair(ids, pair, rows, TOP_K: tl.constexpr, TILE_ROWS: tl.constexpr):
-    """The pair's expert, its pairs [TILE_ROWS], which of them exist, and whether this pair is the first of them."""
-    expert = tl.load(ids + pair)
-    row = tl.arange(0, TILE_ROWS)
-    pairs, inside, earlier = row * TOP_K, row < 0, tl.zeros((TILE_ROWS,), tl.int32)
-    for rank in tl.static_range(TOP_K):
-        other = row * TOP_K + rank
-        same = tl.load(ids + other, mask=row < rows, other=-1) == expert
-        pairs, inside = tl.where(same, other, pairs), inside | same
-        earlier += (same & (other < pair)).to(tl.int32)
-    return expert, pairs, inside, tl.sum(earlier, 0) == 0
-
-
-@triton.jit
-def _rows_of_tile(
-    order, pair_ends, tile_ends, tile, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, TILE_ROWS: tl.constexpr
-):
-    """The tile's expert, its pairs [TILE_ROWS], which of them exist, and whether there is such a tile."""
-    each = tl.arange(0, EXPERTS_BLOCK)
-    ends = tl.load(tile_ends + each, mask=each < EXPERTS, other=0)
-    before = (ends <= tile) & (each < EXPERTS)
-    exists = tl.sum(before.to(tl.int32), 0) < EXPERTS
-    expert = tl.minimum(tl.sum(before.to(tl.int32), 0), EXPERTS - 1).to(tl.int64)
-    first_tile = tl.max(tl.where(before, ends, 0), 0)
-    begin = tl.load(pair_ends + expert - 1, mask=expert > 0, other=0)
-    place = begin + (tile - first_tile) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    inside = place < tl.load(pair_ends + expert)
-    return expert, tl.load(order + place, mask=inside, other=0).to(tl.int32), inside, exists
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _experts(
-    x,
-    ids,
-    shares,
-    values,
-    scales,
-    bias,
-    out,
-    order,
-    pair_ends,
-    tile_ends,
-    rows,
-    alpha,
-    limit,
-    offset,
-    OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    SPAN: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    EXPERTS_BLOCK: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SPLITS: tl.constexpr,
-    GATED: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_OUTPUTS: tl.constexpr,
-    SMALL: tl.constexpr,
-    UNROLLED: tl.constexpr,
-    BF16: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    tile, split = tl.program_id(1), tl.program_id(2)
-    if order is None:
-        expert, pairs, inside, exists = _rows_of_first_pair(ids, tile, rows, TOP_K, TILE_ROWS)
-    else:
-        expert, pairs, inside, exists = _rows_of_tile(
-            order, pair_ends, tile_ends, tile, EXPERTS, EXPERTS_BLOCK, TILE_ROWS
-        )
-    STEPS: tl.constexpr = INPUTS // 64
-    TILES: tl.constexpr = (OUTPUTS + 15) // 16
-    expert = expert.to(tl.int64)
-    first_tile = tl.program_id(0) * (TILE_OUTPUTS // 16)
-    if not exists:
-        return
-
-    lane = tl.arange(0, 2 * TILE_OUTPUTS)
-    # A last tile of outputs that is not there is the one before it once more.
-    of_outputs = tl.minimum(first_tile + lane // 32, TILES - 1)
-    value_places = values + expert * (TILES * STEPS * 512) + of_outputs * (STEPS * 512) + lane % 32 * 16
-    scale_places = scales + expert * (TILES * STEPS * 8) + of_outputs * (STEPS * 8) + lane % 32 // 4
-    # Rows that are not there are the first once more: nobody stores what becomes of them.
-    x_row = tl.where(inside, pairs // TOP_K if GATED else pairs, 0)
-    begin, end = split * SPAN, tl.minimum((split + 1) * SPAN, STEPS)
-    if SMALL:
-        acc = product_of_few(
-            x,
-            value_places,
-            scale_places,
-            x_row,
-            begin,
-            end,
-            INPUTS,
-            TILE_ROWS,
-            TILE_OUTPUTS,
-            UNROLLED,
-            BF16,
-            PRECISION,
-        )
-    else:
-        acc = product_of_many(
-            x, value_places, scale_places, x_row, begin, end, INPUTS, TILE_ROWS, TILE_OUTPUTS, BF16, PRECISION
-        )
-
-    of_tile = tl.arange(0, TILE_OUTPUTS)
-    output = tl.program_id(0) * TILE_OUTPUTS + of_tile
-    if GATED:  # rows of the tile are eight gates, then their ups
-        output += of_tile % 8 + of_tile // 8 % 2 - of_tile % 16 + of_tile % 8
-    in_outputs = output < OUTPUTS
-    if bias is not None:
-        biases = tl.load(bias + expert * OUTPUTS + output, mask=in_outputs, other=0.0).to(tl.float32)
-        acc += tl.where(split == 0, biases, 0.0)[:, None]
-    if GATED:
-        halves = tl.reshape(acc, (TILE_OUTPUTS // 16, 2, 8, TILE_ROWS)).permute(0, 2, 3, 1)
-        gate, up = tl.split(halves)
-        gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
-        gated = gate / (1.0 + tl.exp(-alpha * gate)) * (up + offset)
-        result = tl.reshape(gated, (TILE_OUTPUTS // 2, TILE_ROWS))
-        column = tl.program_id(0) * (TILE_OUTPUTS // 2) + tl.arange(0, TILE_OUTPUTS // 2)
-        in_row = column if SMALL else shuffled_place(column)
-        place = out + (pairs[None, :] * (OUTPUTS // 2) + in_row[:, None])
-        mask = inside[None, :] & (column < OUTPUTS // 2)[:, None]
-    else:
-        result = acc * tl.load(shares + pairs, mask=inside, other=0.0)[None, :]
-        part = (pairs % TOP_K * SPLITS + split) * rows + pairs // TOP_K
-        place = out + (part[None, :] * OUTPUTS + output[:, None])
-        mask = inside[None, :] & in_outputs[:, None]
-    tl.store(place, result.to(out.dtype.element_ty), mask=mask)

@@ -22,7 +22,7 @@ from kernels.triton_forms.parts import bias_of, sum_parts_of_row
 
 MOST_ROWS_ALONE = 256  # that have programs of their own
 FEW_ROWS = 8  # of which every head has
-HEADS, WARPS = 8, 1  # of a program of more rows
+HEADS, WARPS = 8, 2  # of a program of more rows
 TILE_ROWS, TILE_WARPS = 32, 4
 
 

@@ -51,7 +51,11 @@ def test_few_rows(random, dtype, layer, rows, monkeypatch):
         assert torch.equal(moe(x[row : row + 1], layer)[0], together[row])
 
 
-def test_more_rows_have_the_bits_of_few(random, dtype, layer):
+@pytest.mark.parametrize("tile", [8, 16])
+def test_more_rows_have_the_bits_of_few(random, dtype, layer, tile, monkeypatch):
+    """Of tiles of sixteen rows some are full and some not even half full."""
+    if tile == form.LONG_TILE:
+        monkeypatch.setattr(form, "MOST_ROWS_OF_SHORT_TILES", form.FEW_ROWS)
     x = random(18, HIDDEN).to(dtype)
     wanted, together = expected(x, layer), moe(x, layer)
     close(together, wanted, dtype)
@@ -67,7 +71,10 @@ def test_steps_taken_together(random, layer, dtype, monkeypatch):
     close(moe(x, layer), wanted, dtype)
 
 
-def test_a_prompt(random, layer, dtype, monkeypatch):
+@pytest.mark.parametrize("tile", [32, 128])
+def test_a_prompt(random, layer, dtype, tile, monkeypatch):
+    """Tiles that are full, and others of which half is computed."""
+    monkeypatch.setattr(form, "LARGE_TILE", tile)
     monkeypatch.setattr(form, "MOST_ROWS_OF_SMALL_TILES", 16)
     x = random(80, HIDDEN).to(dtype)
     wanted = expected(x, layer)
