@@ -1,6 +1,11 @@
 """The loop that services run on."""
 
 import gc
+import os
+import subprocess
+import sys
+
+import pytest
 
 from outrider import event_loop
 
@@ -34,3 +39,11 @@ def test_a_step_of_many_sequences_is_no_reason_to_collect():
         gc.callbacks.pop()
         gc.unfreeze()
         gc.set_threshold(*thresholds)
+
+
+@pytest.mark.parametrize("package", ["outrider", "gateway", "target_service", "draft_service"])
+def test_how_grpc_polls_is_said_before_it_is_imported(package):
+    program = f"import sys, os, {package}; print('grpc' in sys.modules, os.environ.get('GRPC_EXPERIMENTS'))"
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
+    found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["False", "-event_engine_client,-event_engine_listener"]
