@@ -11,8 +11,9 @@ from kernels.transfer import wait
 from target_service.batch import PageTables
 from target_service.models import ForwardBatch, Model
 
-# Kernels differ for one row, few, more and many, of chains and of prompts.
-_CHAIN_ROWS = (1, 8, 32, 128)
+# Kernels differ for one row, few, more and many, of chains and of prompts; attention for a chain of up to two, four
+# and eight.
+_CHAIN_ROWS = (1, 4, 8, 32, 256)
 _PROMPT_ROWS = (32, 512, 1024)
 _CHOICES = (
     ChainRows(SamplingParams(temperature=0), 1),
