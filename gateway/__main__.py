@@ -64,13 +64,6 @@ def gateway(
     pair_rounds: Annotated[
         bool, typer.Option(help="Let a target, and the draft attached to it, run rounds by themselves.")
     ] = True,
-    busy_poll: Annotated[
-        bool,
-        typer.Option(
-            "--busy-poll",
-            help="Wait for steps and chains of rounds that the gateway drives without sleep: takes a processor.",
-        ),
-    ] = False,
     recover_within: Annotated[
         float, typer.Option(min=0, help="Seconds to look for a target that continues a lost request.")
     ] = 60.0,
@@ -105,7 +98,7 @@ def gateway(
     source = context.get_parameter_source("pair")
     file = PairsFile(config, known, source.name if source is not None else "")
     defaults = Defaults(draft_tokens=draft_tokens, max_new_tokens=default_max_new_tokens)
-    draft_use = DraftUse(draft_timeout, pair_rounds, busy_poll)
+    draft_use = DraftUse(draft_timeout, pair_rounds)
     age = connection_age(max_connection_age, connection_age_grace)
     try:
         event_loop.run(

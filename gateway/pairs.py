@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from gateway.busy_poll import BusyPoll
 from gateway.draft_session import DraftSession
 from gateway.fit import check_draft, check_target, common_transport, runs_rounds
 from gateway.metrics import GatewayMetrics, ModelMetrics, SpeculationMetrics
@@ -28,14 +27,10 @@ _LONGEST_PAUSE_SECONDS = 8.0
 
 @dataclass(frozen=True)
 class DraftUse:
-    """How drafts are used: seconds until a proposal is late, None for what their answers teach; and by whom driven.
-
-    `busy_poll`: the loop does not sleep while rounds that the gateway drives are under way.
-    """
+    """How drafts are used: seconds until a proposal is late, None for what their answers teach; and by whom driven."""
 
     timeout: float | None = None
     pair_rounds: bool = True
-    busy_poll: bool = False
 
 
 class Draft(Peer):
@@ -192,8 +187,7 @@ class Target(Peer):
                 draft.doubt("its target serves other weights now")
         self.metrics = self._gateway_metrics.model(info.model)
         if self.session is None or not self.session.alive:
-            busy_poll = BusyPoll(asyncio.get_running_loop()).extend if self._use.busy_poll else lambda: None
-            self.session = TargetSession(self._stub, self.metrics.take_stats, self._lost, busy_poll)
+            self.session = TargetSession(self._stub, self.metrics.take_stats, self._lost)
         self.known.set()
 
     def disconnect(self) -> None:

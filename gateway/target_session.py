@@ -43,7 +43,6 @@ class TargetSequence:
         """Has a chain verified, and lets the pair go on by itself from there; Advanced answers it."""
         if grant is not None:
             self.grant(grant)
-        self.session.on_advance()
         command = self.session.command(self.id).advance
         command.SetInParent()
         command.draft_token_ids.extend(chain)
@@ -107,10 +106,8 @@ class TargetSession:
         stub: target_pb2_grpc.TargetServiceStub,
         on_stats: Callable[[target_pb2.StepStats], None],
         on_end: Callable[[str], None],
-        on_advance: Callable[[], None] = lambda: None,
     ) -> None:
         self._ids = itertools.count(1)
-        self.on_advance = on_advance
         self._on_stats = on_stats
         self._on_end = on_end
         self.sequences: dict[int, TargetSequence] = {}

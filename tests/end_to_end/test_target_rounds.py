@@ -62,7 +62,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with (
         start_target(write_tiny_llama(tmp_path_factory.mktemp("target") / "tiny")) as target,
         start_gateway([target.address], *LASTING) as gateway,
-        start_gateway([target.address], *LASTING, "--no-pair-rounds", "--busy-poll") as driving,
+        start_gateway([target.address], *LASTING, "--no-pair-rounds") as driving,
     ):
         started = Served(target, gateway, driving)
         yield started

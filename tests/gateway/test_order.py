@@ -6,7 +6,6 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from gateway.busy_poll import SECONDS, BusyPoll
 from gateway.drafting import Drafting
 from gateway.metrics import GatewayMetrics
 from gateway.outlet import Outlet
@@ -85,24 +84,3 @@ async def test_what_can_wait_is_called_in_order_and_lets_others_have_their_turn_
         counts.append(len(called))
     assert called == [0, 1, 2, 3, 4]
     assert counts[-5:] == [1, 2, 3, 4, 5]
-
-
-def test_a_loop_that_waits_without_sleep_turns_once_a_turn_and_stops_a_while_after_the_last_command() -> None:
-    now, calls = 0.0, []
-    loop: Any = SimpleNamespace(time=lambda: now, call_soon=calls.append)
-    poll = BusyPoll(loop)
-    poll.extend()
-    for _ in range(3):
-        assert len(calls) == 1
-        calls.pop()()
-    now = 0.9 * SECONDS
-    poll.extend()
-    assert len(calls) == 1
-    now = 1.8 * SECONDS
-    calls.pop()()
-    assert len(calls) == 1
-    now = 2 * SECONDS
-    calls.pop()()
-    assert not calls
-    poll.extend()
-    assert len(calls) == 1
