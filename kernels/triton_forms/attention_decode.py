@@ -42,7 +42,7 @@ WARPS, STAGES = 4, 4
 REGISTERS = 168  # of a thread at most: three programs of four warps fit a multiprocessor
 BATCH_STAGES, BATCH_REGISTERS = 3, 128  # four fit
 PROGRAMS = 300  # at least, before rows share theirs
-WHOLE_PROGRAMS = 256  # at least, before they take all splits,
+WHOLE_PROGRAMS = 256  # at least, of rows that share theirs, before they take all splits; twice as many are launched
 WHOLE_SPLITS = 8  # and at most so many: the longest sequence would be waited for
 
 
@@ -70,7 +70,7 @@ def split_attention(
     tile, splits = _tile(rows, group_block, q.dtype), triton.cdiv(page_tables.shape[1], PAGES_PER_SPLIT)
     batch = rows > FEW_ROWS
     whole = batch and splits <= WHOLE_SPLITS and triton.cdiv(rows, SHARING) * kv_heads >= WHOLE_PROGRAMS
-    shared = rows_of_program(rows, kv_heads if whole else kv_heads * splits, PROGRAMS)
+    shared = rows_of_program(rows, *((kv_heads, 2 * WHOLE_PROGRAMS) if whole else (kv_heads * splits, PROGRAMS)))
     stages, registers = (BATCH_STAGES, BATCH_REGISTERS) if batch else (STAGES, REGISTERS)
     # Of no rows where none are needed, so that a kernel is compiled once.
     parts = torch.empty(0 if whole else rows, heads, splits, width, dtype=torch.float32, device=q.device)
