@@ -2,9 +2,11 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
-from kernels.scripted_acceptance import NOTHING, Script
+from kernels.noise import philox_words
+from kernels.scripted_acceptance import COUNTER, NOTHING, Script
 
 POSITIONS = range(100, 4100)
 
@@ -20,6 +22,12 @@ def mean_length(script, chain, seed=7):
 )
 def test_the_mean_is_the_scripts_and_never_more_than_the_chain(length, chain, expected):
     assert mean_length(Script(length), chain) == pytest.approx(expected, abs=0.03)
+
+
+def test_the_chance_is_a_word_of_philox():
+    script = Script(2.25)
+    words = [philox_words(11, position, np.array([COUNTER]))[0, 0] for position in POSITIONS]
+    assert [script.num_accepted(11, position, 3) - 1 for position in POSITIONS] == [word < 2**30 for word in words]
 
 
 def test_a_chain_differs_by_at_most_one_from_another():
