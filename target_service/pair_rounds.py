@@ -227,9 +227,11 @@ class PairRounds:
         if sequence.num_late or sequence.num_cut:
             pair_round.num_late, pair_round.num_cut = sequence.num_late, sequence.num_cut
             sequence.num_late = sequence.num_cut = 0
+        # Not how long the answer then waited, too, for a step without it to end: groups would never become one again.
+        draft_time = 1e-6 * (pair_round.draft_queue_us + pair_round.draft_compute_us) or pair_round.waited
+        sequence.turnaround = sequence.wait.asked - sequence.idle_since + min(draft_time, pair_round.waited)
         sequence.wait = None
         self._waiting.discard(sequence)
-        sequence.turnaround = now - sequence.idle_since
         sequence.advance = Advance(*sequence.key, pair_round.draft_token_ids, None, now, pair_round)
         sequence.idle_since = None
 
