@@ -112,12 +112,19 @@ class TargetEngine:
         self.pairs.late(began)
         self._plan = plan = self._schedule(began)
         queued = self._queue(plan, began) if plan.work else None
+        if queued is not None:
+            self.flush()  # what the last step left
         if self._queued is not None:
             self._finish(self._queued)
         self._queued = queued
         if queued is not None and not self._can_wait(plan):
             self._finish(queued)
             self._queued = None
+        if not self._goes_on():
+            self.flush()
+
+    def flush(self) -> None:
+        """Hands events over to their sessions."""
         self.roster.flush(self._stats)
 
     def on_failure(self, error: Exception) -> None:
@@ -127,7 +134,7 @@ class TargetEngine:
         for sequence in {item.sequence: None for item in work if self._is_here(item.sequence)}:
             self.roster.fail(sequence, Internal(f"the step failed: {type(error).__name__}: {error}"))
         self._plan = Plan()
-        self.roster.flush(self._stats)
+        self.flush()
 
     def _schedule(self, now: float) -> Plan:
         """The step's rows; none while commands on their way are waited for."""
@@ -152,6 +159,14 @@ class TargetEngine:
             self._overlaps
             and not any(work.num_choices for work in plan.work)
             and all(sequence.prefilling for sequence in self.scheduler.active)
+        )
+
+    def _goes_on(self) -> bool:
+        """Whether a step of chains alone is due at once: the device has it before the loop's thread wants to run."""
+        return (
+            self._queued is None
+            and self.idle_seconds() == 0.0
+            and not any(sequence.prefilling for sequence in self.scheduler.active)
         )
 
     def _finish(self, queued: _Queued) -> None:

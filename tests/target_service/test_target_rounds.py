@@ -162,6 +162,12 @@ def engine(monkeypatch, tmp_path) -> TargetEngine:
     return make_engine(load_model(write_tiny_llama(tmp_path), "cpu", torch.float32))
 
 
+def step(engine: TargetEngine) -> None:
+    """A step whose events are seen at once, and not when the next is under way."""
+    engine.step()
+    engine.flush()
+
+
 def opening(number: int, session: Recorder, num_tokens: int = 10) -> Open:
     """A sequence that ends only where there is no more room."""
     ending = EndingRules(frozenset(), LONGEST, 0, 0)
@@ -173,7 +179,7 @@ def begin(engine: TargetEngine, alone: int, driven: int = 0, num_tokens: int = 1
     session = Recorder()
     engine.apply([opening(number, session, num_tokens) for number in range(alone + driven)])
     engine.apply([Grant(session, number, "", 0, LONGEST, 0, 0.0) for number in range(alone)])
-    engine.step()
+    step(engine)
     assert sum(isinstance(event, Advanced) for event in session.events) == alone + driven
     return session
 
@@ -183,22 +189,35 @@ def test_the_next_step_is_due_at_once_and_takes_commands_that_came_meanwhile_alo
     for _ in range(5):
         assert engine.idle_seconds() == 0
         engine.apply([Advance(session, number, [], None, 0.0) for number in (6, 7)])
-        engine.step()
+        step(engine)
         assert session.stats[-1].batch_size == 8
-    engine.step()
+    step(engine)
     assert session.stats[-1].batch_size == 6
     assert all(event.timing.queue >= 0 for event in session.events[8:] if isinstance(event, Advanced))
+
+
+def test_sessions_hear_of_a_step_when_the_device_has_the_next(engine, monkeypatch) -> None:
+    session = begin(engine, alone=1)
+    heard: list[int] = []
+    compute = engine._computation.run
+    monkeypatch.setattr(engine._computation, "run", lambda work: heard.append(len(session.stats)) or compute(work))
+    for _ in range(3):
+        engine.step()
+    assert heard == [1, 1, 2] and len(session.stats) == 3
+    engine.apply([Grant(session, 0, "", 0, 0, 0, 0.0)])
+    engine.step()
+    assert len(session.stats) == 5, "nothing follows the last one"
 
 
 def test_a_command_that_is_on_its_way_is_waited_for(engine, monkeypatch) -> None:
     monkeypatch.setattr("target_service.pace.WAIT_FRACTION", 1e6)
     session = begin(engine, alone=2, driven=1)
     assert engine.idle_seconds() > 0, "the driven one may be here soon"
-    engine.step()
+    step(engine)
     assert len(session.stats) == 1, "nothing was computed"
     engine.apply([Advance(session, 2, [], None, 0.0)])
     assert engine.idle_seconds() == 0
-    engine.step()
+    step(engine)
     assert session.stats[-1].batch_size == 3
 
 
@@ -206,7 +225,7 @@ def test_a_grant_is_revoked_with_the_step_under_way(engine) -> None:
     session = begin(engine, alone=1)
     assert session.events[-1].continues
     engine.apply([Grant(session, 0, "", 0, 0, 0, 0.0)])
-    engine.step()
+    step(engine)
     assert session.events[-1].pair_round is not None and not session.events[-1].continues
     assert not engine.scheduler.has_work()
 
@@ -214,7 +233,7 @@ def test_a_grant_is_revoked_with_the_step_under_way(engine) -> None:
 def test_a_command_for_one_that_goes_on_ends_it(engine) -> None:
     session = begin(engine, alone=2)
     engine.apply([Advance(session, 0, [], None, 0.0)])
-    engine.step()
+    step(engine)
     failed, *_ = (event for event in session.events if isinstance(event, Failed))
     assert failed.sequence_id == 0 and "before the last advance is answered" in str(failed.error)
     assert session.stats[-1].batch_size == 1
@@ -223,11 +242,11 @@ def test_a_command_for_one_that_goes_on_ends_it(engine) -> None:
 def test_one_that_is_closed_between_two_steps_is_in_none_and_a_new_one_of_its_name_has_no_grant(engine) -> None:
     session = begin(engine, alone=2)
     engine.apply([Close(session, 0), opening(0, session)])
-    engine.step()
+    step(engine)
     last = [event for event in session.events if event.sequence_id == 0 and isinstance(event, Advanced)][-1]
     assert not last.continues
     for _ in range(3):
-        engine.step()
+        step(engine)
         assert session.stats[-1].batch_size == 1
 
 
@@ -236,8 +255,8 @@ def test_one_that_is_preempted_forgets_its_step(engine) -> None:
     taken = engine.scheduler.pages.allocate(engine.pages.num_free)
     assert taken is not None
     while not (failed := [event for event in session.events if isinstance(event, Failed)]):
-        engine.step()
+        step(engine)
     assert [event.sequence_id for event in failed] == [1], "the younger one"
     engine.pages.free(taken)
-    engine.step()
+    step(engine)
     assert session.stats[-1].batch_size == 1
