@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from kernels import triton_forms
@@ -10,6 +12,7 @@ from kernels.sampling import ChainRows
 from kernels.transfer import to_device
 from target_service.models import ForwardBatch
 from target_service.scheduler import Work
+from target_service.sequence import Sequence
 
 
 class PageTables:
@@ -20,29 +23,33 @@ class PageTables:
 
     def prepare(self, work: list[Work]) -> int:
         """Writes the pages that sequences got since the last step. Returns how many columns these rows are to read."""
-        longest, widest = 0, self.rows.shape[1]
+        widest = self.rows.shape[1]
+        self.write([item.sequence for item in work])
+        longest = max([item.start + item.count for item in work], default=0)
+        return table_width(longest, widest) if triton_forms.wanted(self.rows) else widest
+
+    def write(self, sequences: Iterable[Sequence]) -> None:
+        """Writes the pages that these got since they were written last.
+
+        All at once: on a device each copy costs the host as much as the rest of a sequence's part in a step.
+        """
+        widest = self.rows.shape[1]
         places: list[int] = []
         pages: list[int] = []
-        for item in work:
-            sequence, written = item.sequence, item.sequence.tabled_pages
-            longest = max(longest, item.start + item.count)
+        for sequence in sequences:
+            written = sequence.tabled_pages
             if new := sequence.pages[written:]:
                 first = sequence.slot * widest + written
                 places += range(first, first + len(new))
                 pages += new
                 sequence.tabled_pages = written + len(new)
         if pages:
-            self._write(places, pages)
-        return table_width(longest, widest) if triton_forms.wanted(self.rows) else widest
+            entries = to_device(torch.tensor([places, pages], dtype=torch.int64), self.rows.device)
+            self.rows.view(-1).scatter_(0, entries[0], entries[1].int())
 
     def first(self, num_pages: int) -> torch.Tensor:
         """The first columns of all rows."""
         return self.rows[:, :num_pages]
-
-    def _write(self, places: list[int], pages: list[int]) -> None:
-        """All at once: on a device each copy costs the host as much as the rest of a sequence's part in a step."""
-        entries = to_device(torch.tensor([places, pages], dtype=torch.int64), self.rows.device)
-        self.rows.view(-1).scatter_(0, entries[0], entries[1].int())
 
 
 def build_batch(work: list[Work], tables: PageTables) -> ForwardBatch:

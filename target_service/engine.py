@@ -122,6 +122,8 @@ class TargetEngine:
             self._queued = None
         if not self._goes_on():
             self.flush()
+            if queued is not None:
+                self._reserve()
 
     def flush(self) -> None:
         """Hands events over to their sessions."""
@@ -168,6 +170,13 @@ class TargetEngine:
             and self.idle_seconds() == 0.0
             and not any(sequence.prefilling for sequence in self.scheduler.active)
         )
+
+    def _reserve(self) -> None:
+        """Pages for the chains that drafts work on, which nobody waits for now."""
+        waiting = self.pairs.waiting()
+        for sequence, end in waiting:
+            self.scheduler.reserve(sequence, end)
+        self._tables.write(sequence for sequence, _ in waiting)
 
     def _finish(self, queued: _Queued) -> None:
         queued.wait()

@@ -112,6 +112,12 @@ class Scheduler:
         self._plan_prefill(plan)
         return plan
 
+    def reserve(self, sequence: Sequence, num_tokens: int) -> None:
+        """Gives an admitted sequence pages for `num_tokens` tokens ahead of its step, where there are plenty."""
+        missing = self.pages.pages_for(num_tokens) - len(sequence.pages)
+        if missing > 0 and self.pages.num_free > len(self.active):
+            sequence.pages += self.pages.allocate(missing) or []
+
     def _plan_verification(self, plan: Plan, now: float) -> None:
         for sequence in list(self.active):
             if sequence.advance is None or sequence.slot < 0:  # the latter: preempted for an older one

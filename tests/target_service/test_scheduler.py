@@ -203,3 +203,18 @@ def test_prompt_rows_that_nobody_reads_hold_the_prompt_back():
     assert not scheduler.has_work() and scheduler.plan(0.0).work == []
     sequence.unwritten_chunks = 1
     assert scheduler.has_work() and len(scheduler.plan(0.0).work) == 1
+
+
+def test_pages_ahead_of_a_step_are_given_only_where_there_are_plenty():
+    scheduler = make_scheduler()
+    sequence = make_sequence(1, 4)
+    scheduler.enqueue(sequence)
+    held = len(sequence.pages)
+    scheduler.reserve(sequence, (held + 1) * PAGE)
+    assert len(sequence.pages) == held + 1
+    taken = scheduler.pages.allocate(scheduler.pages.num_free - 1)
+    scheduler.reserve(sequence, (held + 2) * PAGE)
+    assert len(sequence.pages) == held + 1 and scheduler.pages.num_free == 1
+    scheduler.pages.free(taken)
+    scheduler.reserve(sequence, held * PAGE)
+    assert len(sequence.pages) == held + 1
