@@ -120,10 +120,10 @@ class TargetEngine:
         if queued is not None and not self._can_wait(plan):
             self._finish(queued)
             self._queued = None
+        if queued is not None:
+            self._reserve()
         if not self._goes_on():
             self.flush()
-            if queued is not None:
-                self._reserve()
 
     def flush(self) -> None:
         """Hands events over to their sessions."""
@@ -165,10 +165,12 @@ class TargetEngine:
 
     def _goes_on(self) -> bool:
         """Whether a step of chains alone is due at once: the device has it before the loop's thread wants to run."""
+        active = self.scheduler.active
         return (
             self._queued is None
+            and any(sequence.advance is not None for sequence in active)
+            and not any(sequence.prefilling for sequence in active)
             and self.idle_seconds() == 0.0
-            and not any(sequence.prefilling for sequence in self.scheduler.active)
         )
 
     def _reserve(self) -> None:
