@@ -20,7 +20,7 @@ from draft_service.choice import ROW_DTYPES, Chooser, row_values
 from draft_service.model import DraftModel
 from draft_service.turn import Turn, in_one_part, joined_states, rows_in_order
 from kernels.attention_block import Rows
-from kernels.graphs import MOST_ROWS, Graphs, Layout, padded
+from kernels.graphs import MOST_ROWS, Graphs, Layout, cut, padded
 from kernels.transfer import host_room, land
 
 MOST_SEQUENCES = 64
@@ -114,6 +114,7 @@ class StaticSteps:
         if count:
             rows = Rows(inputs["positions"], inputs["sequences"], tables, starts, num_chain_rows=count)
             model.take_in(hidden[:count], inputs["token_ids"], rows, kv)
+        cut()
         hidden, token_ids = hidden[count:], inputs["last_ids"]
         params = {name: inputs[name] for name in ROW_DTYPES}
         drafted = []
