@@ -16,7 +16,6 @@ from draft_service.engine import DraftEngine
 from draft_service.loading import LoadedDraft, Loader, NamedDraft
 from draft_service.metrics import DraftMetrics
 from draft_service.pair_link import PairLink
-from draft_service.rehearsal import Rehearsal
 from draft_service.reload import Candidate, Reload
 from draft_service.self_test import Verdict, self_test
 from draft_service.service import DraftServicer
@@ -148,8 +147,7 @@ class DraftServer:
         if self._thread is None:
             engine = DraftEngine(loaded.proposer, self._deliver, self._metrics)
             device = self._settings.torch_device
-            prepare, watch = partial(use_device, device), watch_seconds(device)
-            self._thread = EngineThread(engine, "draft-engine", prepare, watch, Rehearsal() if watch else None)
+            self._thread = EngineThread(engine, "draft-engine", partial(use_device, device), watch_seconds(device))
             self._thread.start(asyncio.get_running_loop())
         else:
             self._instance_id = uuid.uuid4().hex

@@ -37,8 +37,6 @@ _ENOUGH_PROCESSORS = 4
 _CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of the container, in microseconds of a period
 # A look that takes longer waited for another thread's Python: that one gets the interpreter for a while.
 _HELD_UP, _PAUSE = 3e-5, 3e-4
-# How often an engine rehearses while it looks in vain.
-_REHEARSE_SECONDS = 2e-3
 
 
 def watch_seconds(device: torch.device) -> float:
@@ -98,17 +96,14 @@ class EngineThread(Generic[Command]):
         name: str,
         prepare: Callable[[], None] = lambda: None,
         watch_seconds: float = 0.0,
-        rehearse: Callable[[], object] | None = None,
     ) -> None:
         """`prepare` is called in the thread, before anything else.
 
-        `watch_seconds`: how long after a command from a source it looks for the next without sleep. `rehearse` is
-        called then and again, to keep what the next command runs in the processor's caches.
+        `watch_seconds`: how long after a command from a source it looks for the next without sleep.
         """
         self._engine = engine
         self._prepare = prepare
         self._watch_seconds = watch_seconds
-        self._rehearse = rehearse
         self._watch_until = 0.0
         self._inbox: deque[tuple[Command, ...] | None] = deque()
         self._sources: dict[int, Source[Command]] = {}
@@ -195,14 +190,9 @@ class EngineThread(Generic[Command]):
 
     def _look(self, until: float) -> list[tuple[int, int]]:
         """The same without sleep; none of them if none is by then."""
-        rehearsal = time.perf_counter() + _REHEARSE_SECONDS
         while (began := time.perf_counter()) < until:
             if found := self._readable.poll(0):
                 return found
-            if self._rehearse is not None and began > rehearsal:
-                self._rehearse()
-                rehearsal = time.perf_counter() + _REHEARSE_SECONDS
-                continue
             if time.perf_counter() - began > _HELD_UP:
                 select.select([self._readable], [], [], _PAUSE)
         return []
