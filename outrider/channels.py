@@ -24,6 +24,9 @@ _KEEPALIVE = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    # While data flows gRPC measures the bandwidth with a ping of its own, and the keepalive's waits behind it: a peer
+    # that has vanished was noticed after this one's time-out, 60 s by default.
+    ("grpc.http2.ping_timeout_ms", 15_000),
 ]
 
 _IN_TURN = ("grpc.lb_policy_name", "round_robin")

@@ -179,3 +179,11 @@ def test_a_connection_may_be_of_any_age():
     ages = dict(channels.connection_age(float("inf"), 1e12))
     assert set(ages.values()) == {2**31 - 1}  # gRPC's own limit of no limit
     assert list(dict(channels.connection_age(90, 0.5)).values()) == [90_000, 500]
+
+
+def test_no_ping_is_waited_for_longer_than_keepalive_would():
+    # gRPC sends one at a time: that of its bandwidth probe holds up the keepalive's.
+    for options in (channels.channel_options(), channels.server_options()):
+        found = dict(options)
+        expected = found["grpc.keepalive_time_ms"] + found["grpc.keepalive_timeout_ms"]
+        assert found["grpc.http2.ping_timeout_ms"] == expected
