@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from draft_service.commands import Answer, Ask, Command
 from draft_service.packet import read_together
 from draft_service.sequence import DraftSequence, Extend
-from draft_service.validation import CommandRules, read_extend
+from draft_service.validation import CommandRules, read_extend, release_rows
 from outrider.errors import InvalidArgument, NotFound, OutriderError, to_status
 from outrider.pair_socket import PairSocket
 from outrider.v1 import draft_pb2
@@ -61,7 +61,7 @@ class PairLink:
             if not command.HasField("extend"):
                 raise InvalidArgument("command", "expected extend, and nothing else through a pair's socket")
             if sequence is None:
-                self._release(command.extend)
+                release_rows(command.extend, self._rules)
                 raise NotFound(f"link_id: no open sequence {command.sequence_id}")
             extend = read_extend(command.extend, sequence, self._rules)
         except OutriderError as error:
@@ -91,7 +91,3 @@ class PairLink:
     def _send(self, message: draft_pb2.ProposeResponse) -> None:
         if not self._end.send(message):
             self._end.shut_down()
-
-    def _release(self, extend: draft_pb2.DraftCommand.ExtendDraft) -> None:
-        if extend.hidden_states.tensor.HasField("slice"):
-            self._rules.slices.release(extend.hidden_states.tensor.slice)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from draft_service.commands import Answer, Close, Command, Open
 from draft_service.packet import AskedRows, read_together
 from draft_service.sequence import DraftSequence
-from draft_service.validation import CommandRules, read_extend, read_sampling
+from draft_service.validation import CommandRules, read_extend, read_sampling, release_rows
 from outrider.errors import InvalidArgument, NotFound, OutriderError, to_status
 from outrider.stream import Outbox
 from outrider.v1 import draft_pb2
@@ -60,6 +60,7 @@ class Session:
         if kind == "extend":
             sequence = self.sequences.get(sequence_id)
             if sequence is None:
+                release_rows(command.extend, self._rules)
                 raise NotFound(f"sequence_id: no open sequence {sequence_id} in this session")
             self._commands.append(
                 read_extend(command.extend, sequence, self._rules)

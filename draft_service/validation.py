@@ -95,6 +95,12 @@ def read_extend(
         raise
 
 
+def release_rows(command: draft_pb2.DraftCommand.ExtendDraft, rules: CommandRules) -> None:
+    """Gives the memory of rows back that nobody will read."""
+    if (on_read := _on_read(command.hidden_states.tensor, rules.slices)) is not None:
+        on_read()
+
+
 def _checked_first_position(command: draft_pb2.DraftCommand.ExtendDraft, num_rows: int) -> int:
     # The proposal's own first_position, one past the last row's token, must fit its field.
     first, largest = command.hidden_states.first_position, LARGEST_POSITION - num_rows - 1

@@ -107,11 +107,12 @@ def test_a_gateway_s_commands_are_read_together_and_one_for_no_sequence_fails_al
         one.sequence_id = number
     session.dispatch(draft_pb2.ProposeRequest(commands=commands))
     assert [extend.sequence.sequence_id for extend in submitted] == [1, 3]
+    assert released == [3 * ROW]  # nobody will read those
     for one, extend in zip((commands[0], commands[2]), submitted, strict=True):
         assert isinstance(extend.states, Part)
         alone = read_extend(one.extend, extend.sequence, RULES)
         assert torch.equal(extend.states[:], alone.states)
         assert (extend.num_draft_tokens, extend.link) == (one.extend.num_draft_tokens, None)
         extend.on_read()
-    assert released == [0, 8 * ROW]
+    assert released == [3 * ROW, 0, 8 * ROW]
     assert len(session.outbox) == 1
