@@ -164,10 +164,14 @@ class TargetEngine:
         )
 
     def _goes_on(self) -> bool:
-        """Whether a step of chains alone is due at once: the device has it before the loop's thread wants to run."""
+        """Whether a step of chains alone is due at once: the device has it before the loop's thread wants to run.
+
+        Not on a CPU, where a step that is handed over is computed: sessions would hear of the last one only then.
+        """
         active = self.scheduler.active
         return (
-            self._queued is None
+            self._overlaps
+            and self._queued is None
             and any(sequence.advance is not None for sequence in active)
             and not any(sequence.prefilling for sequence in active)
             and self.idle_seconds() == 0.0

@@ -196,14 +196,17 @@ def test_the_next_step_is_due_at_once_and_takes_commands_that_came_meanwhile_alo
     assert all(event.timing.queue >= 0 for event in session.events[8:] if isinstance(event, Advanced))
 
 
-def test_sessions_hear_of_a_step_when_the_device_has_the_next(engine, monkeypatch) -> None:
+@pytest.mark.parametrize(("overlaps", "expected"), [(True, [1, 1, 2]), (False, [1, 2, 3])])
+def test_sessions_hear_of_a_step_when_the_device_has_the_next(engine, monkeypatch, overlaps, expected) -> None:
+    """And of one that is computed by this thread before the next is."""
+    engine._overlaps = overlaps
     session = begin(engine, alone=1)
     heard: list[int] = []
     compute = engine._computation.run
     monkeypatch.setattr(engine._computation, "run", lambda work: heard.append(len(session.stats)) or compute(work))
     for _ in range(3):
         engine.step()
-    assert heard == [1, 1, 2] and len(session.stats) == 3
+    assert heard == expected and len(session.stats) == 3 + (not overlaps)
     engine.apply([Grant(session, 0, "", 0, 0, 0, 0.0)])
     engine.step()
     assert len(session.stats) == 5, "nothing follows the last one"
