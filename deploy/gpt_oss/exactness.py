@@ -118,7 +118,7 @@ async def compare(options: argparse.Namespace, gateway: Service, recorded: Recor
     """Asks for all texts at each K, some prompts after the other, and writes the file after each K of these."""
     vocabulary = synthetic_model(options.synthetic).target["vocab_size"]
     prompts = random_prompts(options.prompts, options.tokens, vocabulary, options.seed)
-    found = {name: getattr(options, name) for name in ("synthetic", "prompts", "tokens", "new_tokens", "rows")}
+    found = {name: getattr(options, name) for name in ("synthetic", "prompts", "first", "tokens", "new_tokens", "rows")}
     tallies = [Tally(chain) for chain in map(int, options.chains.split(","))]
 
     def write() -> None:
@@ -126,7 +126,7 @@ async def compare(options: argparse.Namespace, gateway: Service, recorded: Recor
 
     async with Client(gateway.address) as client:
         run = Run(client, options.rows, options.new_tokens, prompts)
-        for begin in range(0, len(prompts), options.batch):
+        for begin in range(options.first, len(prompts), options.batch):
             indices = range(begin, min(begin + options.batch, len(prompts)))
             began = time.perf_counter()
             plain = await run.ask_all(indices, 0)
@@ -156,6 +156,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--kv-cache", default="8GiB")
     parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0, help="the prompt to begin with, where a run has ended early")
     parser.add_argument("--tokens", type=int, default=256, help="of each prompt")
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--chains", default="1,3,7")
