@@ -48,7 +48,10 @@ def test_flags_that_are_named_exist() -> None:
         services.command()(command)
     commands = [*typer.main.get_command(app).commands.values(), *typer.main.get_command(services).commands.values()]
     known = {flag for command in commands for parameter in command.params for flag in flags_of(parameter)}
-    scripts = (ROOT / "kernels/bench/__main__.py", ROOT / "deploy/gpt_oss/measure.py")
+    scripts = [
+        ROOT / name
+        for name in ("kernels/bench/__main__.py", *(f"deploy/gpt_oss/{tool}.py" for tool in ("measure", "exactness")))
+    ]
     of_bench = [flag for script in scripts for flag in re.findall(r'"(--[a-z-]+)"', script.read_text())]
     of_docker = {"--build-arg", "--read-only", "--shm-size", "--tmpfs", "--user"}
     of_hugging_face = {"--exclude", "--local-dir"}
