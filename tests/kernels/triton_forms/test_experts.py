@@ -43,7 +43,8 @@ def expected(x, layer):
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_few_rows(random, dtype, layer, rows, monkeypatch):
-    monkeypatch.setattr(form, "SMALL_OUTPUTS", 16)
+    if rows == 1:  # as on a device; fewer programs else
+        monkeypatch.setattr(form, "SMALL_OUTPUTS", 16)
     x = random(rows, HIDDEN).to(dtype)
     wanted, together = expected(x, layer), moe(x, layer)
     close(together, wanted, dtype)

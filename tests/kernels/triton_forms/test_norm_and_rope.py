@@ -79,11 +79,12 @@ def test_rope_and_write(random, dtype, width, head_norms):
 @pytest.mark.parametrize(("width", "head_norms"), [(16, False), (48, True)])
 def test_tiles_of_rows_do_what_rows_alone_do(monkeypatch, random, dtype, width, head_norms):
     """Two sequences whose chunks begin and end within a page and within a tile."""
-    heads, kv_heads, rows = 4, 2, 40
+    heads, kv_heads, rows = 4, 2, 20
+    monkeypatch.setattr(rope_kv, "TILE_ROWS", 8)
     table = RotaryTable({"head_dim": width, "max_position_embeddings": 200}, device=random(1).device)
     parts, bias = random(2, rows, (heads + 2 * kv_heads) * width), random((heads + 2 * kv_heads) * width)
     norms = (random(width), random(width)) if head_norms else (None, None)
-    places = [(0, position) for position in range(50, 72)] + [(1, position) for position in range(60, 78)]
+    places = [(0, position) for position in range(55, 66)] + [(1, position) for position in range(60, 69)]
     sequences, positions = torch.tensor(places, device=bias.device).int().T.contiguous()
     tables = torch.tensor([[2, 0], [1, 3]], device=bias.device).int()
     results = []
