@@ -68,11 +68,7 @@ def read_sampling(message: common_pb2.SamplingParams, rules: CommandRules) -> Pr
     )
 
 
-def read_extend(
-    command: draft_pb2.DraftCommand.ExtendDraft,
-    sequence: DraftSequence,
-    rules: CommandRules,
-) -> Extend:
+def read_extend(command: draft_pb2.DraftCommand.ExtendDraft, sequence: DraftSequence, rules: CommandRules) -> Extend:
     """The command for the engine. States inline share the message's memory, others the buffer's."""
     message = command.hidden_states.tensor
     decoded = decode(message, "extend.hidden_states.tensor", rules.slices.resolve)
