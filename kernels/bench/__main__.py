@@ -49,6 +49,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="kernels.bench", description=__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="cases whose names begin so; NAME$: just that one")
     parser.add_argument("--set", nargs="*", default=[], metavar="FILE.NAME=VALUE[,VALUE...]", help=_SET_HELP)
+    parser.add_argument("--rows", nargs="*", type=int, default=[], help="numbers of rows, of those that a case has")
     parser.add_argument("--json", type=Path, help="where the results go")
     parser.add_argument("--compile", action="store_true", help="compile for sm_90 on a machine without a device")
     options = parser.parse_args()
@@ -57,16 +58,16 @@ def main() -> int:
         parser.error("no CUDA device: set TRITON_INTERPRET=1, or pass --compile")
     with torch.inference_mode(), native.form("triton"):
         if options.compile:
-            return _compile(options.only, _settings(options.set))
+            return _compile(options.only, options.rows, _settings(options.set))
         data = (
             Data(sizes.TINY, torch.device("cpu"), torch.float32)
             if interpreted
             else Data(sizes.GPT_OSS_120B, torch.device("cuda"), torch.bfloat16)
         )
-        return _run(data, options.only, _settings(options.set), options.json)
+        return _run(data, options.only, options.rows, _settings(options.set), options.json)
 
 
-def _run(data: Data, only: list[str], settings: list[Settings], path: Path | None) -> int:
+def _run(data: Data, only: list[str], some: list[int], settings: list[Settings], path: Path | None) -> int:
     device = data.device
     speed = bandwidth(device)
     report: dict[str, Any] = {
@@ -80,7 +81,7 @@ def _run(data: Data, only: list[str], settings: list[Settings], path: Path | Non
     wrong = 0
     for case in _cases(data, only):
         reference = cache(case.reference)
-        for rows, setting in product(case.rows, settings):
+        for rows, setting in product(_rows(case, some), settings):
             _apply(setting)
             result = {**_measure(case, reference, rows, data, speed["read"]), "set": setting}
             wrong += result["wrong"]
@@ -129,6 +130,11 @@ def _cases(data: Data, only: list[str]) -> Iterator[Case]:
         for case in make(data):
             if not only or f"{case.name}$".startswith(tuple(only)):
                 yield case
+
+
+def _rows(case: Case, some: list[int]) -> list[int]:
+    """The case's numbers of rows, of these only some where that is asked for."""
+    return [rows for rows in case.rows if not some or rows in some]
 
 
 def _measure(
@@ -180,13 +186,13 @@ def _line(result: dict[str, Any]) -> str:
     )
 
 
-def _compile(only: list[str], settings: list[Settings]) -> int:
+def _compile(only: list[str], some: list[int], settings: list[Settings]) -> int:
     from kernels.bench.offline import compiling
 
     data = Data(sizes.TO_COMPILE, torch.device("cpu"), torch.bfloat16)
     with compiling():
         for case in _cases(data, only):
-            for setting, rows in product(settings, case.rows):
+            for setting, rows in product(settings, _rows(case, some)):
                 _apply(setting)
                 print(f"{case.name}, rows {rows}", *setting.items(), flush=True)
                 case.result(rows)

@@ -17,13 +17,16 @@ CHAIN = 4  # rows of a sequence
 
 
 def batch_cases(data: Data) -> Iterator[Case]:
-    """An eighth of the sequences, and all of them."""
+    """An eighth of the sequences, and all of them; attention also of a fourth, and of rows that are each a chain."""
     s = data.sizes
     cache = data.cache(s.sequences, s.batch_context)
     sequences = (torch.arange(s.sequences * CHAIN, device=data.device) // CHAIN).int()
     positions = (s.batch_context + torch.arange(len(sequences), device=data.device) % CHAIN).int()
     rows = (len(sequences) // 8, len(sequences))
-    yield _attention(data, "batch_attention", None, *cache, sequences, [positions], rows)
+    yield _attention(data, "batch_attention", None, *cache, sequences, [positions], (rows[0], 2 * rows[0], rows[1]))
+    each = torch.arange(s.sequences, device=data.device).int()
+    alone = torch.full_like(each, s.batch_context)
+    yield _attention(data, "batch_attention_alone", None, *cache, each, [alone], (s.sequences // 2, s.sequences), 1)
     # Of windows several lie in the cache, so that they do not fit into the device's own.
     own = [positions - begin for begin in range(0, s.batch_context // 2, s.window)]
     yield _attention(data, "batch_window", s.window, *cache, sequences, own, rows)
@@ -40,6 +43,7 @@ def _attention(
     sequences: torch.Tensor,
     positions: list[torch.Tensor],
     rows: tuple[int, ...],
+    chain: int = CHAIN,
 ) -> Case:
     from kernels.triton_forms.attention import paged_attention
 
@@ -51,8 +55,8 @@ def _attention(
         return [q[:count], layer, tables, sequences[:count], own, s.head_dim**-0.5, window, sinks, None]
 
     def num_bytes(count: int) -> int:
-        keys = (window or s.batch_context) + CHAIN - 1
-        vectors = 2 * s.kv_heads * keys * count // CHAIN + 2 * s.heads * count
+        keys = (window or s.batch_context) + chain - 1
+        vectors = 2 * s.kv_heads * keys * count // chain + 2 * s.heads * count
         return vectors * s.head_dim * data.dtype.itemsize
 
     return Case(

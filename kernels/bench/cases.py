@@ -188,13 +188,17 @@ def attention_cases(data: Data) -> Iterator[Case]:
 
 
 def linear_cases(data: Data) -> Iterator[Case]:
-    """The bf16 matrices of a layer, which leave partial sums, and the head."""
+    """The bf16 matrices of a layer, which leave partial sums, and the head; then those of a draft."""
     s = data.sizes
     shapes = {
-        "linear_qkv": ((s.heads + 2 * s.kv_heads) * s.head_dim, s.hidden, None),
+        "linear_qkv": (_qkv_outputs(s), s.hidden, None),
         "linear_output": (s.hidden, s.heads * s.head_dim, None),
         "linear_router": (s.experts, s.hidden, torch.float32),
         "linear_head": (s.vocabulary, s.hidden, torch.float32),
+        "linear_draft_qkv": (_qkv_outputs(s), 2 * s.hidden, None),
+        "linear_draft_gate_up": (2 * s.draft_intermediate, s.hidden, None),
+        "linear_draft_down": (s.hidden, s.draft_intermediate, None),
+        "linear_draft_head": (s.draft_vocabulary, s.hidden, torch.float32),
     }
     for name, (outputs, inputs, dtype) in shapes.items():
         yield _linear_case(data, name, outputs, inputs, dtype or data.dtype)
@@ -207,7 +211,7 @@ def _linear_case(data: Data, name: str, outputs: int, inputs: int, dtype: torch.
     copies = data.copies(outputs * inputs * data.dtype.itemsize)
     weights = [data.normal(outputs, inputs, scale=inputs**-0.5) for _ in range(copies)]
     bias, x = data.normal(outputs), data.normal(64, inputs)
-    in_parts = name != "linear_head"
+    in_parts = not name.endswith("head")
 
     def compute(rows: int, copy: int) -> torch.Tensor:
         return linear_parts(x[:rows], weights[copy]) if in_parts else linear(x[:rows], weights[copy], bias, dtype)
@@ -220,7 +224,7 @@ def _linear_case(data: Data, name: str, outputs: int, inputs: int, dtype: torch.
         compute,
         lambda rows: torch.addmm(bias.float(), x[:rows].float(), weights[0].float().T),
         lambda rows: weights[0].nbytes + rows * (inputs * data.dtype.itemsize + outputs * dtype.itemsize),
-        (*FEW, 64) if in_parts else FEW,
+        (*FEW, 64),
         copies,
         tolerance=1e-2,
         finish=finish,

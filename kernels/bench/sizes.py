@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 class Sizes:
     """A model's shapes. `context`: keys behind the rows; `prompt`: rows of a prefill chunk.
 
-    `sequences`: of a batch, each with `batch_context` keys behind its rows.
+    `sequences`: of a batch, each with `batch_context` keys behind its rows. `draft_...`: of the draft beside it.
     """
 
     hidden: int = 2880
@@ -25,6 +25,8 @@ class Sizes:
     prompt: int = 2048
     sequences: int = 64
     batch_context: int = 1280
+    draft_intermediate: int = 17280
+    draft_vocabulary: int = 32000
 
 
 GPT_OSS_120B = Sizes()
@@ -45,4 +47,6 @@ TINY = Sizes(
     prompt=20,
     sequences=8,
     batch_context=100,
+    draft_intermediate=128,
+    draft_vocabulary=200,
 )
