@@ -47,6 +47,29 @@ async def test_commands_are_applied_in_order_in_one_thread_and_a_failure_is_surv
     assert len(engine.threads) == 1 and threading.get_ident() not in engine.threads
 
 
+class Epoll:
+    """Waits as one does, and says how long it was asked to; before its second wait a command comes."""
+
+    def __init__(self, real, command):
+        self.real, self.command, self.waits = real, command, []
+
+    def poll(self, timeout):
+        self.waits.append(timeout)
+        if len(self.waits) == 2:
+            self.command()
+        return self.real.poll(timeout)
+
+
+@pytest.mark.parametrize(("seconds", "waits"), [(1e9, [None, 0]), (0.0, [None, None])])
+def test_after_a_command_from_the_loop_the_next_is_looked_for_without_sleep(seconds, waits):
+    thread = EngineThread(Doubler(), "toy", watch_seconds=seconds)
+    thread._readable = Epoll(thread._readable, lambda: thread.submit(2))
+    thread.submit(1)
+    assert thread._take(None) == ([1], False)
+    assert thread._take(None) == ([2], False)
+    assert thread._readable.waits == waits
+
+
 @pytest.mark.parametrize(
     ("device", "processors", "limit", "watches"),
     [
