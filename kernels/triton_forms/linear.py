@@ -9,9 +9,8 @@ The splits of the inputs follow from the weight's shape alone, and every number 
 instructions in the same order, so a row's bits are its own. From MOST_ROWS on the library's product is faster, and its
 bits are not those of few rows.
 
-Heads, and inputs that cannot be split evenly, go through shared memory instead, in tiles of 16 rows whether they are
-there or not, or of 32. With more rows more tiles read the same weight, at once, out of the L2 cache, and every tile of
-outputs reads the rows: both are larger then.
+Heads, and inputs that cannot be split evenly, go through shared memory instead, in tiles of 16, 32 or 64 rows whether
+they are there or not: one of 64 reads a weight once, which two of 32 read twice, the second time out of the L2 cache.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ MOST_SPLITS = 16
 WARP_OUTPUTS, MOST_WARP_ROWS = 16, 64
 UNROLLED = 16  # steps whose loads may be under way at once
 REGISTERS = 255  # at most. Nothing said, the compiler takes 72 of 8 rows, for 8 loads at once; so 128, for 24
-TILE_ROWS, MANY_TILE_ROWS = 16, 32  # with 64 the compiler would take other instructions
-TILE_OUTPUTS, MANY_TILE_OUTPUTS, WIDE_TILE_OUTPUTS = 32, 64, 128
+TILE_ROWS, MOST_TILE_ROWS = 16, 64  # of 64 the compiler takes `wgmma`, which gives the bits of `mma`
+TILE_OUTPUTS, MANY_TILE_OUTPUTS, WIDE_TILE_OUTPUTS = 32, 64, 64
 WARPS = 4
 # One less is on its way: 7 of 4 KB a program, two programs and more a multiprocessor, where 27 KB hide the latency.
 STAGES, LARGE_STAGES = 8, 5
@@ -133,9 +132,9 @@ def _launch_tiles(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, span: int, precision: str
 ) -> None:
     (splits, rows, outputs), inputs = out.shape, weight.shape[1]
-    tile_rows, tile = TILE_ROWS, _tile_outputs(outputs)
+    tile_rows, tile = min(max(TILE_ROWS, triton.next_power_of_2(rows)), MOST_TILE_ROWS), _tile_outputs(outputs)
     if rows > TILE_ROWS:
-        tile_rows, tile = MANY_TILE_ROWS, max(tile, MANY_TILE_OUTPUTS)
+        tile = max(tile, MANY_TILE_OUTPUTS)
     _linear_by_tiles[(triton.cdiv(rows, tile_rows), triton.cdiv(outputs, tile), splits)](
         x,
         weight,
