@@ -149,7 +149,7 @@ class Proposer:
             count = sum(turn.num_tokens > step for turn in turns)
             if drafted and _all_unsure(turns[:count], drafted):
                 break
-            rows = Rows(positions[:count] + step, sequences[:count], tables, starts, num_chain_rows=count)
+            rows = Rows(positions[:count] + step, sequences[:count], tables, starts, count, count)
             logits, hidden = self.model.propose(hidden[:count], token_ids[:count], rows, self.cache.kv)
             places = [end - 1 + step for end in ends[:count]]
             token_ids, probabilities = self.chooser.choose(logits, samplings[:count], places)

@@ -120,7 +120,8 @@ class StaticSteps:
         drafted = []
         for step in range(shape.tokens):
             positions = inputs["lasts"] + step
-            rows = Rows(positions, self._each[: shape.sequences], tables, starts, num_chain_rows=shape.sequences)
+            count = shape.sequences  # of rows, and of chains
+            rows = Rows(positions, self._each[:count], tables, starts, count, count)
             logits, hidden = model.propose(hidden, token_ids, rows, kv)
             token_ids, probabilities = self._chooser.choose_rows(logits, positions=positions, **params)
             drafted += [token_ids.int(), probabilities.view(torch.int32)]

@@ -29,19 +29,20 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     first_position: torch.Tensor | None = None,
     num_chain_rows: int | None = None,
+    num_chains: int | None = None,
 ) -> torch.Tensor:
     """Returns the attention output [T, nq, d] of q[T, nq, d].
 
     Row t belongs to sequence row_sequence[t], whose pages are page_tables[S, P] (int32), and sees the keys
     first_position[s] (default 0) .. row_positions[t], of these the last `window`. sinks: [nq]. The Triton form wants
     the rows of a sequence together, and those of chains first: the first `num_chain_rows`, by default all of few rows.
+    It is faster where it is told into how many chains they fall.
     """
     if triton_forms.wanted(q):
         from kernels.triton_forms import attention as form
 
-        return form.paged_attention(
-            q, cache, page_tables, row_sequence, row_positions, scale, window, sinks, first_position, num_chain_rows
-        )
+        where = page_tables, row_sequence, row_positions
+        return form.paged_attention(q, cache, *where, scale, window, sinks, first_position, num_chain_rows, num_chains)
     library = native.library() if has_native_form(cache) else None
     if library is None:
         return paged_attention_torch(

@@ -64,7 +64,7 @@ class Rows:
 
     positions and sequences: int32 [T]. page_tables: int32 [S, P]. first_positions: int32 [S], where each sequence
     begins; None where all begin at 0. num_chain_rows: so many rows, the first, stand in chains, the others in chunks of
-    prompts; None where it is not known (`paged_attention`).
+    prompts; num_chains: in so many chains. None where it is not known (`paged_attention`).
     """
 
     positions: torch.Tensor
@@ -72,6 +72,7 @@ class Rows:
     page_tables: torch.Tensor
     first_positions: torch.Tensor | None = None
     num_chain_rows: int | None = None
+    num_chains: int | None = None
 
     def only(self, chosen: torch.Tensor) -> Rows:
         """The rows at chosen, int64 [R], each a chain of its own."""
@@ -80,6 +81,7 @@ class Rows:
             positions=self.positions[chosen],
             sequences=self.sequences[chosen],
             num_chain_rows=len(chosen),
+            num_chains=len(chosen),
         )
 
     @cached_property
@@ -150,6 +152,7 @@ def attention_block_torch(
         block.sinks,
         rows.first_positions,
         rows.num_chain_rows,
+        rows.num_chains,
     )
     x += linear(attended.flatten(1), block.output)
 

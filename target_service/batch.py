@@ -66,7 +66,7 @@ def build_batch(work: list[Work], tables: PageTables) -> ForwardBatch:
     if chunks:
         columns = _with_chunks(*columns, chunks)
     ids, at, rows_of = (to_device(column, tables.rows.device) for column in columns)
-    return ForwardBatch(ids, at, rows_of, page_tables, num_chain_rows)
+    return ForwardBatch(ids, at, rows_of, page_tables, num_chain_rows, num_chains=len(chains))
 
 
 def chain_columns(chains: list[Work]) -> tuple[list[int], list[int], list[int]]:

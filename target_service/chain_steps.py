@@ -25,15 +25,20 @@ from target_service.batch import PageTables, chain_columns, chain_rows
 from target_service.models import ForwardBatch, ForwardOutput, Model
 from target_service.scheduler import Work
 
+_FEW_ROWS = 8
 # Logits that are kept take room: rows of 0.8 MB with a vocabulary of 200,000.
 MOST_KEPT_ROWS = 64
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a graph is made for: rows, pages of a sequence, hidden states, passes of the choice; None: the logits."""
+    """What a graph is made for: rows, pages of a sequence, hidden states, passes of the choice; None: the logits.
+
+    alone: whether every row is a chain of its own, which attention likes to know of more than a few.
+    """
 
     rows: int
+    alone: bool
     pages: int
     boundaries: frozenset[int]
     passes: tuple[bool, bool] | None
@@ -86,7 +91,9 @@ class ChainSteps:
         pages, boundaries = self._tables.prepare(work), frozenset(wanted_boundaries(work))
         keeps = _keeps_logits(work)
         params = [item.sequence.open.sampling for item in work]
-        shape = Shape(padded(len(token_ids)), pages, boundaries, None if keeps else passes(params, self._vocabulary))
+        alone = len(work) == len(token_ids) > _FEW_ROWS
+        choice = None if keeps else passes(params, self._vocabulary)
+        shape = Shape(padded(len(token_ids)), alone, pages, boundaries, choice)
         step = self._graphs.step(shape, _layout(shape.rows), lambda inputs: self._verify(shape, inputs))
         step.inputs.fill("token_ids", token_ids)
         step.inputs.fill("positions", positions)
@@ -104,7 +111,8 @@ class ChainSteps:
     def _verify(self, shape: Shape, inputs: Mapping[str, torch.Tensor]) -> Verified:
         """What is captured."""
         rows = inputs["token_ids"], inputs["positions"], inputs["slots"]
-        batch = ForwardBatch(*rows, self._tables.first(shape.pages), num_chain_rows=shape.rows)
+        num_chains = shape.rows if shape.alone else None
+        batch = ForwardBatch(*rows, self._tables.first(shape.pages), shape.rows, num_chains=num_chains)
         output = self._model.forward(batch, self._cache, shape.boundaries)
         logits = self._model.logits(output.hidden)
         if shape.passes is None:

@@ -61,7 +61,7 @@ def _attention(
 
     return Case(
         name,
-        lambda count, copy: paged_attention(*[*arguments(count, copy), count]),
+        lambda count, copy: paged_attention(*[*arguments(count, copy), count, count // chain]),
         lambda count: paged_attention_torch(*arguments(count, 0)),
         num_bytes,
         rows,

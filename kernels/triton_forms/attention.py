@@ -23,6 +23,7 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     first_positions: torch.Tensor | None = None,
     num_chain_rows: int | None = None,
+    num_chains: int | None = None,
 ) -> torch.Tensor:
     """The Triton form of `kernels.attention.paged_attention`; rows of one sequence stand together.
 
@@ -38,7 +39,7 @@ def paged_attention(
         if part.start is not None:
             return prefill_attention(*shared, window, sinks, first_positions)
         if window is None:
-            return split_attention(*shared, sinks, first_positions)
+            return split_attention(*shared, sinks, first_positions, num_chains)
         return window_attention(*shared, window, sinks, first_positions)
 
     if num_chain_rows == q.shape[0]:

@@ -7,7 +7,7 @@ not see leave it as it is. Sinks come in once, in the merge. Partial results lie
 largest logits and totals in [T, nq, splits, 2].
 
 Where chains and key heads alone fill the device, a program takes all splits of its rows and merges them itself: the
-same operations in the same order, without partial results in memory.
+same operations in the same order, without partial results in memory. How many chains there are is a hint only.
 """
 
 from __future__ import annotations
@@ -55,10 +55,12 @@ def split_attention(
     scale: float,
     sinks: torch.Tensor | None = None,
     first_positions: torch.Tensor | None = None,
+    num_chains: int | None = None,
 ) -> torch.Tensor:
     """Returns the attention output [T, nq, d] of q[T, nq, d] without a window; rows of a sequence stand together.
 
     As many splits are launched as the page tables have room for: narrower tables, fewer programs that find no work.
+    num_chains: None, chains of SHARING rows are assumed.
     """
     rows, heads, width = q.shape
     kv_heads = cache.keys.shape[1]
@@ -68,8 +70,8 @@ def split_attention(
     group = heads // kv_heads
     group_block, block = triton.next_power_of_2(group), max(16, triton.next_power_of_2(width))
     tile, splits = _tile(rows, group_block, q.dtype), triton.cdiv(page_tables.shape[1], PAGES_PER_SPLIT)
-    batch = rows > FEW_ROWS
-    whole = batch and splits <= WHOLE_SPLITS and triton.cdiv(rows, SHARING) * kv_heads >= WHOLE_PROGRAMS
+    batch, chains = rows > FEW_ROWS, num_chains or triton.cdiv(rows, SHARING)
+    whole = batch and splits <= WHOLE_SPLITS and chains * kv_heads >= WHOLE_PROGRAMS
     shared = rows_of_program(rows, *((kv_heads, 2 * WHOLE_PROGRAMS) if whole else (kv_heads * splits, PROGRAMS)))
     stages, registers = (BATCH_STAGES, BATCH_REGISTERS) if batch else (STAGES, REGISTERS)
     # Of no rows where none are needed, so that a kernel is compiled once.

@@ -84,6 +84,7 @@ def _attention_parts(
         block.sinks,
         rows.first_positions,
         rows.num_chain_rows,
+        rows.num_chains,
     )
     return project(attended.flatten(1), block.output)
 

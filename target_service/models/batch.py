@@ -14,8 +14,8 @@ class ForwardBatch:
 
     token_ids: int64 [T]. positions: int32 [T], ascending within a sequence. row_sequence: int32 [T], which of the S
     sequences a row belongs to. page_tables: int32 [S, P], each sequence's pages in the cache, long enough for its rows.
-    num_chain_rows: so many rows, the first, stand in chains; None where it is not known. choosing: the rows, of chains
-    all and of prompts the last if any, whose `hidden` is wanted; None: all.
+    num_chain_rows: so many rows, the first, stand in chains, and num_chains in so many; None where it is not known.
+    choosing: the rows, of chains all and of prompts the last if any, whose `hidden` is wanted; None: all.
     """
 
     token_ids: torch.Tensor
@@ -24,6 +24,7 @@ class ForwardBatch:
     page_tables: torch.Tensor
     num_chain_rows: int | None = None
     choosing: Sequence[int] | None = None
+    num_chains: int | None = None
 
 
 @dataclass(frozen=True)

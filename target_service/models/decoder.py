@@ -187,7 +187,8 @@ def _rows(batch: ForwardBatch, part: slice = slice(None)) -> Rows:
     chain_rows = batch.num_chain_rows
     if chain_rows is not None and part.start is not None:
         chain_rows = 0
-    return Rows(batch.positions[part], batch.row_sequence[part], batch.page_tables, num_chain_rows=chain_rows)
+    places = batch.positions[part], batch.row_sequence[part], batch.page_tables
+    return Rows(*places, num_chain_rows=chain_rows, num_chains=batch.num_chains)
 
 
 def _choosing(batch: ForwardBatch, part: slice) -> torch.Tensor | None:

@@ -25,14 +25,14 @@ BOUNDARIES = (1, 3)
 GOES_ON = common_pb2.FINISH_REASON_UNSPECIFIED
 
 
-def make_engine(model: Model, graphs: Graphs | None = None, most_drafts: int = 7) -> TargetEngine:
-    """An engine with room for eight sequences."""
+def make_engine(model: Model, graphs: Graphs | None = None, most_drafts: int = 7, sequences: int = 8) -> TargetEngine:
+    """An engine with room for so many sequences, if short."""
     limits = Limits(
         vocab_size=model.config.vocab_size,
         num_layers=model.config.num_layers,
         max_sequence_length=LONGEST,
         max_draft_tokens=most_drafts,
-        max_sequences=8,
+        max_sequences=sequences,
         max_queue=8,
         step_tokens=256,
     )

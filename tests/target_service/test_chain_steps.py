@@ -24,14 +24,19 @@ def requests():
     ]
 
 
+def asked_of(graphs):
+    """The shapes that steps will have asked for."""
+    shapes, step = [], graphs.step
+    graphs.step = lambda shape, *rest: shapes.append(shape) or step(shape, *rest)
+    return shapes
+
+
 @pytest.mark.parametrize("write", [write_tiny_llama, write_tiny_gpt_oss])
 def test_tokens_and_states_are_those_of_ordinary_steps(tmp_path, write):
     model = load_model(write(tmp_path, tokenizer=False), "cpu", "auto")
     expected = run(make_engine(model), requests())
     graphs = Graphs(torch.device("cpu"))
-    shapes = []
-    keep = graphs.step
-    graphs.step = lambda shape, *rest: shapes.append(shape) or keep(shape, *rest)
+    shapes = asked_of(graphs)
     propose = with_mistakes(expected, (0, 1, 3, 7), model.config.vocab_size)
     found = run(make_engine(model, graphs), requests(), propose)
     for ours, theirs in zip(found, expected, strict=True):
@@ -40,6 +45,20 @@ def test_tokens_and_states_are_those_of_ordinary_steps(tmp_path, write):
     rows = {shape.rows for shape in shapes}
     assert rows & set(range(1, 9)) and max(rows) > 8
     assert len({shape.passes for shape in shapes}) > 1
+
+
+def test_rows_that_are_each_a_chain_have_a_graph_of_their_own(tmp_path):
+    model = load_model(write_tiny_llama(tmp_path, tokenizer=False), "cpu", "auto")
+    graphs = Graphs(torch.device("cpu"))
+    shapes = asked_of(graphs)
+    many = [Request([3 + i, 4], SamplingParams(temperature=0), max_new=4) for i in range(15)]
+    expected = [outcome.tokens for outcome in run(make_engine(model, sequences=15), many)]
+    engine = make_engine(model, graphs, sequences=15)
+    assert [outcome.tokens for outcome in run(engine, many)] == expected
+    assert {shape.alone for shape in shapes if shape.rows > 8} == {True}
+    chained = run(engine, many, lambda request, length: expected[request][length : length + 2])
+    assert [outcome.tokens for outcome in chained] == expected
+    assert {shape.alone for shape in shapes if shape.rows > 8} == {True, False}
 
 
 def test_logits_that_change_before_a_row_chooses(tmp_path):

@@ -141,6 +141,8 @@ def test_rows_of_a_batch_have_the_bits_of_rows_alone(random, monkeypatch, option
     attend = partial(scene.attend, paged_attention)
     found = attend(q, sequences, positions, options, num_chain_rows=len(q))
     close(found, scene.attend(paged_attention_torch, q, sequences, positions, options), torch.float16)
+    monkeypatch.setattr(attention_decode, "WHOLE_PROGRAMS", len(q) * KV_HEADS)
+    assert torch.equal(attend(q, sequences, positions, options, num_chain_rows=len(q), num_chains=len(q)), found)
     monkeypatch.undo()
     for begin, end in ((0, 1), (2, 3), (4, 7), (8, 9), (11, 12)):
         part = slice(begin, end)
