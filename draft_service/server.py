@@ -50,7 +50,7 @@ class DraftServer:
         self._settings = settings
         self._security = security
         self._self_test = self_test
-        self._frame = ServiceFrame("draft", DRAFT_SERVICE, listen, metrics_listen, security)
+        self._frame = ServiceFrame("draft", DRAFT_SERVICE, listen, metrics_listen, security, settings.cpuset)
         self._thread: EngineThread[list[Command]] | None = None
         self._servicer = DraftServicer(self._submit)
         self._metrics: DraftMetrics | None = None
@@ -147,7 +147,8 @@ class DraftServer:
         if self._thread is None:
             engine = DraftEngine(loaded.proposer, self._deliver, self._metrics)
             device = self._settings.torch_device
-            self._thread = EngineThread(engine, "draft-engine", partial(use_device, device), watch_seconds(device))
+            watch = watch_seconds(device, self._settings.cpuset)
+            self._thread = EngineThread(engine, "draft-engine", partial(use_device, device), watch)
             self._thread.start(asyncio.get_running_loop())
         else:
             self._instance_id = uuid.uuid4().hex
@@ -216,7 +217,7 @@ class DraftServer:
         link = self._link_pair(attachment)
         await self._frame.set_serving(not self._misfit)
         if not self._was_ready:
-            self._frame.print_ready()
+            self._frame.become_ready()
             self._was_ready = True
         transport = TRANSPORT_NAMES[attachment.transport]
         log.info("attached to target instance %s, %s", attachment.target_instance_id, transport)

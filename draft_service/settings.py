@@ -38,6 +38,8 @@ class Settings:
     synthetic: str = ""
     # Whether steps that draft chains are captured, on CUDA.
     cuda_graphs: bool = True
+    # The processors of its own, once it is ready; None: all that it may use.
+    cpuset: frozenset[int] | None = None
 
     def validated(self) -> Settings:
         """The same. Raises ValueError, naming the flag, for a value that makes no sense."""

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Annotated
 
 import typer
@@ -27,6 +27,7 @@ from outrider.channels import CLIENT_MESSAGE_BYTES, connection_age
 from outrider.credentials import is_local
 from outrider.engine_thread import SWITCH_INTERVAL
 from outrider.metrics import reload_gauge
+from outrider.processors import Cpuset
 from outrider.security import GatewaySecurity
 from outrider.server import ServiceFrame, configure_logging
 from outrider.settings import ConfigFile, Listen, LogLevel, MetricsListen, run_command, usage_error, with_options
@@ -80,6 +81,7 @@ def gateway(
     allow_synthetic: Annotated[
         bool, typer.Option("--allow-synthetic", help="For benchmarks: also pairs of random weights, on loopback only.")
     ] = False,
+    cpuset: Cpuset = None,
     config: ConfigFile = None,
     log_level: LogLevel = "info",
 ) -> None:
@@ -104,7 +106,7 @@ def gateway(
         event_loop.run(
             serve(
                 *(pairs, file, listen, metrics_listen, security, defaults),
-                *(draft_use, recover_within, grace, age, allow_synthetic),
+                *(draft_use, recover_within, grace, age, allow_synthetic, cpuset),
             )
         )
     except (OSError, ValueError) as error:
@@ -123,9 +125,10 @@ async def serve(
     grace: float,
     front_options: Sequence[tuple[str, int]] = (),
     allow_synthetic: bool = False,
+    cpuset: Set[int] | None = None,
 ) -> None:
     """Runs the gateway until a signal, and drains."""
-    frame = ServiceFrame("gateway", SERVICE, listen, metrics_listen, security)
+    frame = ServiceFrame("gateway", SERVICE, listen, metrics_listen, security, cpuset)
     metrics = GatewayMetrics(frame.registry)
     frame.registry.register(VllmNames(metrics))
     fleet = Fleet(metrics, draft_use, security, allow_synthetic)
@@ -156,7 +159,7 @@ async def _follow_health(frame: ServiceFrame, core: Gateway, fleet: Fleet) -> No
         await frame.set_serving(core.serving)
         if core.serving and not announced:
             announced = True
-            frame.print_ready()
+            frame.become_ready()
         await changed.wait()
 
 

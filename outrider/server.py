@@ -8,7 +8,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence, Set
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from outrider.channels import SERVICE_MESSAGE_BYTES, server_options
 from outrider.grpc_metrics import CountCalls
 from outrider.metrics import MetricsServer, new_registry, split_address
+from outrider.processors import keep_to
 from outrider.security import ServerSecurity
 
 log = logging.getLogger(__name__)
@@ -45,8 +46,12 @@ class ServiceFrame:
         listen: str,
         metrics_listen: str | None,
         security: ServerSecurity = ServerSecurity(),  # noqa: B008  # frozen
+        cpuset: Set[int] | None = None,
     ) -> None:
-        """Raises ValueError or OSError, naming the flag, for an address or a file that does not do."""
+        """`cpuset`: the processors that all its threads keep to once it is ready.
+
+        Raises ValueError or OSError, naming the flag, for an address or a file that does not do.
+        """
         _split(listen, "--listen")
         security.check(listen)
         self._credentials = security.credentials()
@@ -62,6 +67,7 @@ class ServiceFrame:
         self.draining = False
         self._listen = listen
         self._metrics_listen = metrics_listen
+        self._cpuset = cpuset
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
         self._health_server: grpc.aio.Server | None = None
@@ -101,8 +107,13 @@ class ServiceFrame:
         for service in ("", self.service):
             await self._health.set(service, status)
 
-    def print_ready(self) -> None:
-        """The one line on standard output that says where the service listens."""
+    def become_ready(self) -> None:
+        """Keeps to its processors from now on, and prints the one line that says where the service listens."""
+        if self._cpuset is not None:
+            try:
+                keep_to(self._cpuset)
+            except OSError as error:
+                log.warning("--cpuset: expected processors that it may use, found: %s", error.strerror)
         metrics = f" metrics={self._metrics.address}" if self._metrics else ""
         probes = f" health={self.health_address}" if self.health_address else ""
         print(f"outrider {self.name} ready grpc={self.address}{metrics}{probes}", flush=True)

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from outrider import event_loop
+from outrider.processors import Cpuset
 from outrider.security import ServerSecurity
 from outrider.server import ServiceFrame, configure_logging
 from outrider.settings import ConfigFile, Listen, LogLevel, MetricsListen, run_command, usage_error, with_options
@@ -58,6 +59,7 @@ def main(
     step_tokens: Annotated[int, typer.Option(min=0, help="Rows of a step with prompt chunks; 0 is the device's.")] = 0,
     max_queue: Annotated[int, typer.Option(min=0, help="Sequences that may wait for room.")] = 256,
     cuda_graphs: Annotated[bool, typer.Option(help="Replay steps of chains as CUDA graphs.")] = True,
+    cpuset: Cpuset = None,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that a drain may take.")] = 30.0,
     config: ConfigFile = None,
     log_level: LogLevel = "info",
@@ -84,6 +86,7 @@ def main(
         step_tokens=step_tokens,
         max_queue=max_queue,
         cuda_graphs=cuda_graphs,
+        cpuset=cpuset,
     )
     try:
         event_loop.run(serve(settings, listen, metrics_listen, security, grace))
@@ -93,7 +96,7 @@ def main(
 
 async def serve(settings: Settings, listen: str, metrics_listen: str, security: ServerSecurity, grace: float) -> None:
     """Runs until SIGTERM or SIGINT, then drains. Raises ValueError for a model or flag that does not fit."""
-    frame = ServiceFrame("target", SERVICE, listen, metrics_listen, security)
+    frame = ServiceFrame("target", SERVICE, listen, metrics_listen, security, settings.cpuset)
     metrics = TargetMetrics(frame.registry, settings.name)
     servicer = TargetServicer()
     try:
@@ -116,7 +119,7 @@ async def _run(
     servicer.target = loaded.target
     frame.debug_table = lambda: debug_table(loaded.engine)
     await frame.set_serving(True)
-    frame.print_ready()
+    frame.become_ready()
     await signalled
     loaded.thread.submit(Drain())
     await frame.drain(lambda: _drained(loaded, servicer, grace), grace)

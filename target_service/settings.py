@@ -44,6 +44,8 @@ class Settings:
     synthetic: str = ""
     # Mean acceptance length that a synthetic target keeps to, whatever the tokens are.
     synthetic_acceptance: float | None = None
+    # The processors of its own, once it is ready; None: all that it may use.
+    cpuset: frozenset[int] | None = None
 
     @property
     def script(self) -> Script | None:

@@ -25,7 +25,7 @@ async def main():
     frame.debug_table = lambda: "sequences: none"
     await frame.start(lambda server: None)
     await frame.set_serving(True)
-    frame.print_ready()
+    frame.become_ready()
     await frame.run_until_signal()
     async def finished():
         await asyncio.sleep(0.2)

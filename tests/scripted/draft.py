@@ -310,7 +310,7 @@ async def serve(behaviour: Behaviour, target: str, attach: bool, listen: str, me
     frame.debug_table = lambda: "\n".join(str(sorted(session.sequences)) for session in draft.sessions)
     await frame.start(lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(draft, server))
     await frame.set_serving(True)
-    frame.print_ready()
+    frame.become_ready()
     await frame.run_until_signal()
 
     async def nothing() -> None:

@@ -230,7 +230,7 @@ async def serve(behaviour: Behaviour, listen: str, metrics_listen: str, grace: f
     frame.debug_table = lambda: "\n".join(str(sorted(session.scripts)) for session in target.sessions)
     await frame.start(lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(target, server))
     await frame.set_serving(True)
-    frame.print_ready()
+    frame.become_ready()
     await frame.run_until_signal()
     asyncio.get_running_loop().call_later(max(0.0, grace - 5), target.drain_rest)
     await frame.drain(target.drained, grace)
