@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from outrider import event_loop
+from outrider.idle_latency import CpuDmaLatency
 from outrider.processors import Cpuset
 from outrider.security import DraftSecurity
 from outrider.settings import ConfigFile, Listen, LogLevel, MetricsListen, run_command, usage_error, with_options
@@ -48,6 +49,7 @@ def draft(
     cuda_graphs: Annotated[bool, typer.Option(help="Replay steps that draft chains as CUDA graphs.")] = True,
     threads: Annotated[int, typer.Option(help="Threads of computations on a CPU.")] = 1,
     cpuset: Cpuset = None,
+    cpu_dma_latency: CpuDmaLatency = None,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that open streams get after SIGTERM.")] = 30.0,
     log_level: LogLevel = "info",
     config: ConfigFile = None,
@@ -88,6 +90,7 @@ def draft(
             synthetic,
             cuda_graphs,
             cpuset,
+            cpu_dma_latency,
         ).validated()
         tested = self_test and model is not None  # random weights are right by chance
         event_loop.run(DraftServer(settings, listen, metrics_listen, security, self_test=tested).run(grace))

@@ -50,7 +50,8 @@ class DraftServer:
         self._settings = settings
         self._security = security
         self._self_test = self_test
-        self._frame = ServiceFrame("draft", DRAFT_SERVICE, listen, metrics_listen, security, settings.cpuset)
+        asked = settings.cpuset, settings.cpu_dma_latency
+        self._frame = ServiceFrame("draft", DRAFT_SERVICE, listen, metrics_listen, security, *asked)
         self._thread: EngineThread[list[Command]] | None = None
         self._servicer = DraftServicer(self._submit)
         self._metrics: DraftMetrics | None = None

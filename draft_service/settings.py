@@ -40,6 +40,8 @@ class Settings:
     cuda_graphs: bool = True
     # The processors of its own, once it is ready; None: all that it may use.
     cpuset: frozenset[int] | None = None
+    # Microseconds that the machine's idle processors may take to wake, once it is ready; None: left as it is.
+    cpu_dma_latency: int | None = None
 
     def validated(self) -> Settings:
         """The same. Raises ValueError, naming the flag, for a value that makes no sense."""

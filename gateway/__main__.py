@@ -26,6 +26,7 @@ from outrider import event_loop
 from outrider.channels import CLIENT_MESSAGE_BYTES, connection_age
 from outrider.credentials import is_local
 from outrider.engine_thread import SWITCH_INTERVAL
+from outrider.idle_latency import CpuDmaLatency
 from outrider.metrics import reload_gauge
 from outrider.processors import Cpuset
 from outrider.security import GatewaySecurity
@@ -82,6 +83,7 @@ def gateway(
         bool, typer.Option("--allow-synthetic", help="For benchmarks: also pairs of random weights, on loopback only.")
     ] = False,
     cpuset: Cpuset = None,
+    cpu_dma_latency: CpuDmaLatency = None,
     config: ConfigFile = None,
     log_level: LogLevel = "info",
 ) -> None:
@@ -107,6 +109,7 @@ def gateway(
             serve(
                 *(pairs, file, listen, metrics_listen, security, defaults),
                 *(draft_use, recover_within, grace, age, allow_synthetic, cpuset),
+                cpu_dma_latency=cpu_dma_latency,
             )
         )
     except (OSError, ValueError) as error:
@@ -126,9 +129,10 @@ async def serve(
     front_options: Sequence[tuple[str, int]] = (),
     allow_synthetic: bool = False,
     cpuset: Set[int] | None = None,
+    cpu_dma_latency: int | None = None,
 ) -> None:
     """Runs the gateway until a signal, and drains."""
-    frame = ServiceFrame("gateway", SERVICE, listen, metrics_listen, security, cpuset)
+    frame = ServiceFrame("gateway", SERVICE, listen, metrics_listen, security, cpuset, cpu_dma_latency)
     metrics = GatewayMetrics(frame.registry)
     frame.registry.register(VllmNames(metrics))
     fleet = Fleet(metrics, draft_use, security, allow_synthetic)

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from outrider.channels import SERVICE_MESSAGE_BYTES, server_options
 from outrider.grpc_metrics import CountCalls
+from outrider.idle_latency import hold_latency
 from outrider.metrics import MetricsServer, new_registry, split_address
 from outrider.processors import keep_to
 from outrider.security import ServerSecurity
@@ -47,8 +48,10 @@ class ServiceFrame:
         metrics_listen: str | None,
         security: ServerSecurity = ServerSecurity(),  # noqa: B008  # frozen
         cpuset: Set[int] | None = None,
+        cpu_dma_latency: int | None = None,
     ) -> None:
-        """`cpuset`: the processors that all its threads keep to once it is ready.
+        """Once it is ready: `cpuset`, the processors that all its threads keep to; `cpu_dma_latency`, the microseconds
+        that idle processors of the machine may take to wake.
 
         Raises ValueError or OSError, naming the flag, for an address or a file that does not do.
         """
@@ -68,6 +71,7 @@ class ServiceFrame:
         self._listen = listen
         self._metrics_listen = metrics_listen
         self._cpuset = cpuset
+        self._cpu_dma_latency = cpu_dma_latency
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
         self._health_server: grpc.aio.Server | None = None
@@ -108,12 +112,17 @@ class ServiceFrame:
             await self._health.set(service, status)
 
     def become_ready(self) -> None:
-        """Keeps to its processors from now on, and prints the one line that says where the service listens."""
+        """Keeps to its processors and holds its latency from now on; prints the one line that says where it listens."""
         if self._cpuset is not None:
             try:
                 keep_to(self._cpuset)
             except OSError as error:
                 log.warning("--cpuset: expected processors that it may use, found: %s", error.strerror)
+        if self._cpu_dma_latency is not None:
+            try:
+                hold_latency(self._cpu_dma_latency)  # for as long as this process lives
+            except OSError as error:
+                log.warning("--cpu-dma-latency: expected a device to write, found: %s", error)
         metrics = f" metrics={self._metrics.address}" if self._metrics else ""
         probes = f" health={self.health_address}" if self.health_address else ""
         print(f"outrider {self.name} ready grpc={self.address}{metrics}{probes}", flush=True)

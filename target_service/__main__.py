@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from outrider import event_loop
+from outrider.idle_latency import CpuDmaLatency
 from outrider.processors import Cpuset
 from outrider.security import ServerSecurity
 from outrider.server import ServiceFrame, configure_logging
@@ -60,6 +61,7 @@ def main(
     max_queue: Annotated[int, typer.Option(min=0, help="Sequences that may wait for room.")] = 256,
     cuda_graphs: Annotated[bool, typer.Option(help="Replay steps of chains as CUDA graphs.")] = True,
     cpuset: Cpuset = None,
+    cpu_dma_latency: CpuDmaLatency = None,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that a drain may take.")] = 30.0,
     config: ConfigFile = None,
     log_level: LogLevel = "info",
@@ -87,6 +89,7 @@ def main(
         max_queue=max_queue,
         cuda_graphs=cuda_graphs,
         cpuset=cpuset,
+        cpu_dma_latency=cpu_dma_latency,
     )
     try:
         event_loop.run(serve(settings, listen, metrics_listen, security, grace))
@@ -96,7 +99,8 @@ def main(
 
 async def serve(settings: Settings, listen: str, metrics_listen: str, security: ServerSecurity, grace: float) -> None:
     """Runs until SIGTERM or SIGINT, then drains. Raises ValueError for a model or flag that does not fit."""
-    frame = ServiceFrame("target", SERVICE, listen, metrics_listen, security, settings.cpuset)
+    asked = settings.cpuset, settings.cpu_dma_latency
+    frame = ServiceFrame("target", SERVICE, listen, metrics_listen, security, *asked)
     metrics = TargetMetrics(frame.registry, settings.name)
     servicer = TargetServicer()
     try:

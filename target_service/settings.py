@@ -46,6 +46,8 @@ class Settings:
     synthetic_acceptance: float | None = None
     # The processors of its own, once it is ready; None: all that it may use.
     cpuset: frozenset[int] | None = None
+    # Microseconds that the machine's idle processors may take to wake, once it is ready; None: left as it is.
+    cpu_dma_latency: int | None = None
 
     @property
     def script(self) -> Script | None:
