@@ -56,7 +56,7 @@ def build_batch(work: list[Work], tables: PageTables) -> ForwardBatch:
     """Rows in the order of `work`, which has chains before chunks of prompts."""
     page_tables = tables.first(tables.prepare(work))
     chains, chunks = [item for item in work if item.verifies], [item for item in work if not item.verifies]
-    token_ids, positions, slots = chain_columns(chains)
+    token_ids, (positions, slots) = chain_tokens(chains), chain_places(chains)
     num_chain_rows = len(token_ids)
     columns = (
         torch.tensor(token_ids, dtype=torch.int64),
@@ -69,19 +69,25 @@ def build_batch(work: list[Work], tables: PageTables) -> ForwardBatch:
     return ForwardBatch(ids, at, rows_of, page_tables, num_chain_rows, num_chains=len(chains))
 
 
-def chain_columns(chains: list[Work]) -> tuple[list[int], list[int], list[int]]:
-    """Token, position and slot of each row of chains."""
+def chain_tokens(chains: list[Work]) -> list[int]:
+    """The token of each row of chains."""
     token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
     for item in chains:
         sequence = item.sequence
         assert sequence.advance is not None
         token_ids.append(sequence.last_token)
         token_ids += sequence.advance.draft_token_ids[: item.count - 1]
+    return token_ids
+
+
+def chain_places(chains: list[Work]) -> tuple[list[int], list[int]]:
+    """Position and slot of each row of chains, known before their tokens are."""
+    positions: list[int] = []
+    slots: list[int] = []
+    for item in chains:
         positions += range(item.start, item.start + item.count)
-        slots += [sequence.slot] * item.count
-    return token_ids, positions, slots
+        slots += [item.sequence.slot] * item.count
+    return positions, slots
 
 
 def chain_rows(work: Work) -> ChainRows:

@@ -15,13 +15,13 @@ from functools import cache
 import numpy as np
 import torch
 
-from kernels.graphs import MOST_ROWS, Graphs, Layout, padded
+from kernels.graphs import MOST_ROWS, Graphs, Layout, Step, padded
 from kernels.kv_cache import KVCache
 from kernels.row_params import DTYPES, RowParams, passes, row_values
 from kernels.sampling import choose, choose_rows
 from kernels.transfer import host_room, land, to_host
 from target_service.aux import wanted_boundaries
-from target_service.batch import PageTables, chain_columns, chain_rows
+from target_service.batch import PageTables, chain_places, chain_rows, chain_tokens
 from target_service.models import ForwardBatch, ForwardOutput, Model
 from target_service.scheduler import Work
 
@@ -60,13 +60,27 @@ def _layout(rows: int) -> Layout:
 
 
 def fits(work: list[Work]) -> bool:
-    """Whether a step can go through static tensors: chains alone, and few rows."""
+    """Whether a step of chains alone can go through static tensors: of few rows."""
     most = MOST_KEPT_ROWS if _keeps_logits(work) else MOST_ROWS
-    return all(item.verifies for item in work) and sum(item.count for item in work) <= most
+    return sum(item.count for item in work) <= most
+
+
+def _rows(work: list[Work]) -> list[tuple[object, ...]]:
+    """What a step's inputs depend on, but the tokens of its chains."""
+    return [(s, s.slot, len(s.pages), s.aux, item.start, item.count) for item in work for s in (item.sequence,)]
 
 
 def _keeps_logits(work: list[Work]) -> bool:
     return any(item.sequence.keeps_logits for item in work)
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A step whose inputs are all set but the tokens. `rows`: whose it is, and what else it depends on."""
+
+    rows: list[tuple[object, ...]]
+    step: Step[Verified]
+    keeps_logits: bool
 
 
 class ChainSteps:
@@ -81,29 +95,41 @@ class ChainSteps:
         # One of each for all shapes.
         self._choices = host_room((MOST_ROWS,), torch.int64, tables.rows.device)
         self._logits = torch.empty(0)
+        self._begun: _Begun | None = None
 
-    def run(self, work: list[Work]) -> tuple[ForwardOutput, torch.Tensor, torch.Tensor | None]:
-        """Hidden states of the rows, their choices, int64 [R], in main memory, and logits, if kept; until another step.
+    def begin(self, work: list[Work]) -> None:
+        """Sets what a step of chains takes but their tokens, which may still be on their way.
 
-        The first two go on with rows that repeat the last.
+        `run` of the same rows goes on with it, of others it begins anew.
         """
-        token_ids, positions, slots = chain_columns(work)
-        pages, boundaries = self._tables.prepare(work), frozenset(wanted_boundaries(work))
-        keeps = _keeps_logits(work)
         params = [item.sequence.open.sampling for item in work]
-        alone = len(work) == len(token_ids) > _FEW_ROWS
-        choice = None if keeps else passes(params, self._vocabulary)
-        shape = Shape(padded(len(token_ids)), alone, pages, boundaries, choice)
+        (positions, slots), keeps_logits = chain_places(work), _keeps_logits(work)
+        choice = None if keeps_logits else passes(params, self._vocabulary)
+        pages, boundaries = self._tables.prepare(work), frozenset(wanted_boundaries(work))
+        alone = len(work) == len(slots) > _FEW_ROWS
+        shape = Shape(padded(len(slots)), alone, pages, boundaries, choice)
         step = self._graphs.step(shape, _layout(shape.rows), lambda inputs: self._verify(shape, inputs))
-        step.inputs.fill("token_ids", token_ids)
         step.inputs.fill("positions", positions)
         step.inputs.fill("slots", slots)
         if shape.samples:
             step.inputs.fill("position", np.array(positions) + 1)
             for name, values in row_values(params, [item.count for item in work], self._vocabulary).items():
                 step.inputs.fill(name, values)
-        output, found = self._graphs.run(step)
-        if not keeps:
+        self._begun = _Begun(_rows(work), step, keeps_logits)
+
+    def run(self, work: list[Work]) -> tuple[ForwardOutput, torch.Tensor, torch.Tensor | None]:
+        """Hidden states of the rows, their choices, int64 [R], in main memory, and logits, if kept; until another step.
+
+        The first two go on with rows that repeat the last.
+        """
+        if self._begun is None or self._begun.rows != _rows(work):
+            self.begin(work)
+        begun, self._begun = self._begun, None
+        assert begun is not None
+        token_ids = chain_tokens(work)
+        begun.step.inputs.fill("token_ids", token_ids)
+        output, found = self._graphs.run(begun.step)
+        if not begun.keeps_logits:
             return output, land(found, self._choices), None
         logits = found[: len(token_ids)]
         return output, to_host(choose(logits, [chain_rows(item) for item in work])), logits

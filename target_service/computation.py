@@ -41,9 +41,14 @@ class Computation:
         self._tables = tables
         self._chain_steps = None if graphs is None else ChainSteps(model, cache, tables, graphs)
 
+    def begin(self, work: list[Work]) -> None:
+        """Prepares a step of chains alone before they are known; another one may come instead."""
+        if self._chain_steps is not None and work and fits(work):
+            self._chain_steps.begin(work)
+
     def run(self, work: list[Work]) -> Results:
         """Any mixture of chains and chunks of prompts, chains first."""
-        if self._chain_steps is not None and fits(work):
+        if self._chain_steps is not None and all(item.verifies for item in work) and fits(work):
             return Results(*self._chain_steps.run(work))
         return self._run(work)
 

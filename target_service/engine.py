@@ -106,7 +106,8 @@ class TargetEngine:
     def step(self) -> None:
         """Schedules, runs the model, chooses tokens, accepts chains and emits.
 
-        Where only prompts are computed, results wait until the next step is queued behind them.
+        Where only prompts are computed, results wait until the next step is queued behind them. The next step is begun
+        while its chains are on their way.
         """
         began = time.monotonic()
         self.pairs.late(began)
@@ -120,10 +121,11 @@ class TargetEngine:
         if queued is not None and not self._can_wait(plan):
             self._finish(queued)
             self._queued = None
-        if queued is not None:
-            self._reserve()
-        if not self._goes_on():
-            self.flush()
+        if self._goes_on():
+            return
+        self.flush()
+        if queued is not None and self._queued is None:
+            self._computation.begin(self.scheduler.expect(plan))
 
     def flush(self) -> None:
         """Hands events over to their sessions."""
@@ -176,13 +178,6 @@ class TargetEngine:
             and not any(sequence.prefilling for sequence in active)
             and self.idle_seconds() == 0.0
         )
-
-    def _reserve(self) -> None:
-        """Pages for the chains that drafts work on, which nobody waits for now."""
-        waiting = self.pairs.waiting()
-        for sequence, end in waiting:
-            self.scheduler.reserve(sequence, end)
-        self._tables.write(sequence for sequence, _ in waiting)
 
     def _finish(self, queued: _Queued) -> None:
         queued.wait()

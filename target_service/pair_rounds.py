@@ -169,10 +169,6 @@ class PairRounds:
         """When the first of those that wait has waited for long enough."""
         return min((s.wait.deadline for s in self._waiting if s.wait is not None), default=None)
 
-    def waiting(self) -> list[tuple[Sequence, int]]:
-        """The sequences whose chains are on their way, and how many tokens each may then have."""
-        return [(s, s.length + s.wait.num_tokens) for s in self._waiting if s.wait is not None]
-
     def forget(self, sequence: Sequence) -> None:
         """It has ended, or is no longer here."""
         self._waiting.discard(sequence)

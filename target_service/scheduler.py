@@ -112,6 +112,21 @@ class Scheduler:
         self._plan_prefill(plan)
         return plan
 
+    def expect(self, plan: Plan) -> list[Work]:
+        """The next step after `plan`, if the same sequences come back with chains as long; none after one of prompts.
+
+        They get pages for it, where there are plenty.
+        """
+        if any(work.start < work.sequence.num_prompt for work in plan.work):
+            return []
+        expected = []
+        for work in plan.work:
+            sequence = work.sequence
+            if sequence.slot >= 0 and (count := self._rows_to_verify(sequence, work.count - 1)) > 0:
+                self.reserve(sequence, sequence.length - 1 + count)
+                expected.append(Work(sequence, sequence.length - 1, count))
+        return expected
+
     def reserve(self, sequence: Sequence, num_tokens: int) -> None:
         """Gives an admitted sequence pages for `num_tokens` tokens ahead of its step, where there are plenty."""
         missing = self.pages.pages_for(num_tokens) - len(sequence.pages)
@@ -122,17 +137,16 @@ class Scheduler:
         for sequence in list(self.active):
             if sequence.advance is None or sequence.slot < 0:  # the latter: preempted for an older one
                 continue
-            count = self._rows_to_verify(sequence)
+            count = self._rows_to_verify(sequence, len(sequence.advance.draft_token_ids))
             if self._grow(sequence, sequence.length - 1 + count, plan, now):
                 plan.work.append(Work(sequence, sequence.length - 1, count))
 
-    def _rows_to_verify(self, sequence: Sequence) -> int:
+    def _rows_to_verify(self, sequence: Sequence, chain: int) -> int:
         """The last emitted token's row and the chain's, without those that could only choose tokens past the end."""
-        assert sequence.advance is not None
         left = self.limits.max_sequence_length - sequence.length
         if max_new_tokens := sequence.open.ending.max_new_tokens:
             left = min(left, max_new_tokens - sequence.num_generated)
-        return min(len(sequence.advance.draft_token_ids) + 1, left)
+        return min(chain + 1, left)
 
     def _plan_prefill(self, plan: Plan) -> None:
         # A page's worth goes on even where verifications fill the step: they never starve a prompt.

@@ -7,6 +7,7 @@ import torch
 
 from kernels.graphs import Graphs
 from kernels.sampling import SamplingParams
+from target_service.chain_steps import ChainSteps
 from target_service.models import load_model
 from tests.models import write_tiny_gpt_oss, write_tiny_llama
 from tests.target_service.driving import Request, make_engine, run, with_mistakes
@@ -59,6 +60,20 @@ def test_rows_that_are_each_a_chain_have_a_graph_of_their_own(tmp_path):
     chained = run(engine, many, lambda request, length: expected[request][length : length + 2])
     assert [outcome.tokens for outcome in chained] == expected
     assert {shape.alone for shape in shapes if shape.rows > 8} == {True, False}
+
+
+def test_a_step_is_begun_while_its_chains_are_on_their_way(tmp_path, monkeypatch):
+    model = load_model(write_tiny_llama(tmp_path, tokenizer=False), "cpu", "auto")
+    wanted = [Request([3, 4, 5], SamplingParams(temperature=0), max_new=80)]  # over the end of a page
+    expected = run(make_engine(model), wanted)
+    begun, ran, begin, go_on = [], [], ChainSteps.begin, ChainSteps.run
+    monkeypatch.setattr(ChainSteps, "begin", lambda steps, work: begun.append(0) or begin(steps, work))
+    monkeypatch.setattr(ChainSteps, "run", lambda steps, work: ran.append(0) or go_on(steps, work))
+    propose = with_mistakes(expected, (3,), model.config.vocab_size)
+    found = run(make_engine(model, Graphs(torch.device("cpu"))), wanted, propose)
+    assert found[0].tokens == expected[0].tokens
+    assert len(ran) > 20
+    assert len(ran) <= len(begun) <= len(ran) + 2, "a step that was begun is not begun again"
 
 
 def test_logits_that_change_before_a_row_chooses(tmp_path):

@@ -43,8 +43,8 @@ class Scheduling(RuleBasedStateMachine):
     def pause(self, seconds):
         self.now += seconds
 
-    @rule(accepted=st.integers(0, 4))
-    def step(self, accepted):
+    @rule(accepted=st.integers(0, 4), ahead=st.booleans())
+    def step(self, accepted, ahead):
         scheduler = self.scheduler
         before = list(scheduler.active)
         idle = {id(s) for s in before if s.idle_since is not None and self.now - s.idle_since > IDLE_FIRST}
@@ -65,6 +65,8 @@ class Scheduling(RuleBasedStateMachine):
             self.alive.remove(sequence)
         for sequence in compute(scheduler, plan, self.now, accepted):
             self.alive.remove(sequence)
+        for work in scheduler.expect(plan) if ahead else ():
+            assert work.sequence in self.alive and not work.sequence.prefilling and work.count > 0
 
     @invariant()
     def every_page_has_one_holder(self):
@@ -203,6 +205,26 @@ def test_prompt_rows_that_nobody_reads_hold_the_prompt_back():
     assert not scheduler.has_work() and scheduler.plan(0.0).work == []
     sequence.unwritten_chunks = 1
     assert scheduler.has_work() and len(scheduler.plan(0.0).work) == 1
+
+
+def test_the_step_after_one_of_chains_is_expected_to_be_its_like():
+    scheduler = make_scheduler()
+    first, second, third = (make_sequence(order, 4, max_new_tokens=4 + order) for order in (1, 2, 3))
+    for sequence in (first, second, third):
+        scheduler.enqueue(sequence)
+    compute(scheduler, plan := scheduler.plan(0.0), 0.0)
+    assert scheduler.expect(plan) == [], "after prompts nobody knows"
+    prefill(scheduler)
+    for sequence in (first, second, third):
+        advance(sequence, 3)
+    compute(scheduler, plan := scheduler.plan(0.0), 0.0, accepted=1)
+    scheduler.release(second)
+    expected = scheduler.expect(plan)
+    assert [(work.sequence, work.start, work.count) for work in expected] == [(first, 6, 2), (third, 6, 4)]
+    assert all(len(work.sequence.pages) * PAGE >= work.start + work.count for work in expected)
+    for sequence in (first, third):
+        advance(sequence, 3)
+    assert scheduler.plan(0.0).work == expected
 
 
 def test_pages_ahead_of_a_step_are_given_only_where_there_are_plenty():

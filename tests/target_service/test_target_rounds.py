@@ -263,14 +263,3 @@ def test_one_that_is_preempted_forgets_its_step(engine) -> None:
     engine.pages.free(taken)
     step(engine)
     assert session.stats[-1].batch_size == 1
-
-
-def test_pages_for_chains_that_are_on_their_way_stand_in_the_tables_before_they_come(engine, monkeypatch) -> None:
-    session = begin(engine, alone=0, driven=2, num_tokens=60)
-    first, second = engine.scheduler.active
-    held = len(first.pages)
-    monkeypatch.setattr(engine.pairs, "waiting", lambda: [(first, held * engine.pages.page_size + 1)])
-    engine.apply([Advance(session, number, [], None, 0.0) for number in (0, 1)])
-    step(engine)
-    assert len(first.pages) == first.tabled_pages == held + 1 and len(second.pages) == held
-    assert engine._tables.rows[first.slot, : held + 1].tolist() == first.pages
