@@ -12,7 +12,6 @@ import typer
 
 from outrider import event_loop
 from outrider.idle_latency import CpuDmaLatency
-from outrider.processors import Cpuset
 from outrider.security import DraftSecurity
 from outrider.settings import ConfigFile, Listen, LogLevel, MetricsListen, run_command, usage_error, with_options
 from outrider.synthetic_models import Synthetic, model_name
@@ -48,7 +47,6 @@ def draft(
     ] = 0,
     cuda_graphs: Annotated[bool, typer.Option(help="Replay steps that draft chains as CUDA graphs.")] = True,
     threads: Annotated[int, typer.Option(help="Threads of computations on a CPU.")] = 1,
-    cpuset: Cpuset = None,
     cpu_dma_latency: CpuDmaLatency = None,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that open streams get after SIGTERM.")] = 30.0,
     log_level: LogLevel = "info",
@@ -89,7 +87,6 @@ def draft(
             norm_before_residual,
             synthetic,
             cuda_graphs,
-            cpuset,
             cpu_dma_latency,
         ).validated()
         tested = self_test and model is not None  # random weights are right by chance

@@ -50,8 +50,8 @@ class DraftServer:
         self._settings = settings
         self._security = security
         self._self_test = self_test
-        asked = settings.cpuset, settings.cpu_dma_latency
-        self._frame = ServiceFrame("draft", DRAFT_SERVICE, listen, metrics_listen, security, *asked)
+        latency = settings.cpu_dma_latency
+        self._frame = ServiceFrame("draft", DRAFT_SERVICE, listen, metrics_listen, security, latency)
         self._thread: EngineThread[list[Command]] | None = None
         self._servicer = DraftServicer(self._submit)
         self._metrics: DraftMetrics | None = None
@@ -148,8 +148,7 @@ class DraftServer:
         if self._thread is None:
             engine = DraftEngine(loaded.proposer, self._deliver, self._metrics)
             device = self._settings.torch_device
-            watch = watch_seconds(device, self._settings.cpuset)
-            self._thread = EngineThread(engine, "draft-engine", partial(use_device, device), watch)
+            self._thread = EngineThread(engine, "draft-engine", partial(use_device, device), watch_seconds(device))
             self._thread.start(asyncio.get_running_loop())
         else:
             self._instance_id = uuid.uuid4().hex

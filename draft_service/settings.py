@@ -38,8 +38,6 @@ class Settings:
     synthetic: str = ""
     # Whether steps that draft chains are captured, on CUDA.
     cuda_graphs: bool = True
-    # The processors of its own, once it is ready; None: all that it may use.
-    cpuset: frozenset[int] | None = None
     # Microseconds that the machine's idle processors may take to wake, once it is ready; None: left as it is.
     cpu_dma_latency: int | None = None
 

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 import sys
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -28,7 +28,6 @@ from outrider.credentials import is_local
 from outrider.engine_thread import SWITCH_INTERVAL
 from outrider.idle_latency import CpuDmaLatency
 from outrider.metrics import reload_gauge
-from outrider.processors import Cpuset
 from outrider.security import GatewaySecurity
 from outrider.server import ServiceFrame, configure_logging
 from outrider.settings import ConfigFile, Listen, LogLevel, MetricsListen, run_command, usage_error, with_options
@@ -82,7 +81,6 @@ def gateway(
     allow_synthetic: Annotated[
         bool, typer.Option("--allow-synthetic", help="For benchmarks: also pairs of random weights, on loopback only.")
     ] = False,
-    cpuset: Cpuset = None,
     cpu_dma_latency: CpuDmaLatency = None,
     config: ConfigFile = None,
     log_level: LogLevel = "info",
@@ -108,7 +106,7 @@ def gateway(
         event_loop.run(
             serve(
                 *(pairs, file, listen, metrics_listen, security, defaults),
-                *(draft_use, recover_within, grace, age, allow_synthetic, cpuset),
+                *(draft_use, recover_within, grace, age, allow_synthetic),
                 cpu_dma_latency=cpu_dma_latency,
             )
         )
@@ -128,11 +126,10 @@ async def serve(
     grace: float,
     front_options: Sequence[tuple[str, int]] = (),
     allow_synthetic: bool = False,
-    cpuset: Set[int] | None = None,
     cpu_dma_latency: int | None = None,
 ) -> None:
     """Runs the gateway until a signal, and drains."""
-    frame = ServiceFrame("gateway", SERVICE, listen, metrics_listen, security, cpuset, cpu_dma_latency)
+    frame = ServiceFrame("gateway", SERVICE, listen, metrics_listen, security, cpu_dma_latency)
     metrics = GatewayMetrics(frame.registry)
     frame.registry.register(VllmNames(metrics))
     fleet = Fleet(metrics, draft_use, security, allow_synthetic)

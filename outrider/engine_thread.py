@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -32,25 +32,21 @@ SWITCH_INTERVAL = 5e-5
 # How long after the last command the next is looked for without sleep: a round of many sequences, and more. A thread
 # that sleeps is woken late, and on a processor that has to wake up first.
 _WATCH_SECONDS = 0.1
-# Processors that leave one to each engine of a pair; and to one engine, of those that are its service's own.
-_ENOUGH_PROCESSORS, _ENOUGH_OF_ITS_OWN = 4, 2
+# Processors that leave one to each engine of a pair.
+_ENOUGH_PROCESSORS = 4
 _CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of the container, in microseconds of a period
 # A look that takes longer waited for another thread's Python: that one gets the interpreter for a while.
 _HELD_UP, _PAUSE = 3e-5, 3e-4
 
 
-def watch_seconds(device: torch.device, cpuset: Set[int] | None = None) -> float:
-    """How long an engine that computes on `device` may look for commands without sleep: not where that costs others.
-
-    `cpuset`: the processors that its service will keep to; None: all that it may use.
-    """
-    own = os.sched_getaffinity(0) if cpuset is None else cpuset
-    enough = _ENOUGH_PROCESSORS if cpuset is None else _ENOUGH_OF_ITS_OWN
-    return _WATCH_SECONDS if device.type == "cuda" and _num_busy(len(own)) >= enough else 0.0
+def watch_seconds(device: torch.device) -> float:
+    """How long an engine that computes on `device` may look for commands without sleep: not where that costs others."""
+    return _WATCH_SECONDS if device.type == "cuda" and _num_processors() >= _ENOUGH_PROCESSORS else 0.0
 
 
-def _num_busy(count: int) -> float:
-    """How many of `count` processors may be kept busy: a container beyond its limit stands still for a while."""
+def _num_processors() -> float:
+    """How many this process may keep busy: a container that is beyond its limit stands still for a while."""
+    count = len(os.sched_getaffinity(0))
     try:
         limit, period = _CPU_LIMIT.read_text().split()
         return min(count, int(limit) / int(period))

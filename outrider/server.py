@@ -8,7 +8,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Sequence, Set
+from collections.abc import Awaitable, Callable, Sequence
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -19,7 +19,6 @@ from outrider.channels import SERVICE_MESSAGE_BYTES, server_options
 from outrider.grpc_metrics import CountCalls
 from outrider.idle_latency import hold_latency
 from outrider.metrics import MetricsServer, new_registry, split_address
-from outrider.processors import keep_to
 from outrider.security import ServerSecurity
 
 log = logging.getLogger(__name__)
@@ -47,11 +46,9 @@ class ServiceFrame:
         listen: str,
         metrics_listen: str | None,
         security: ServerSecurity = ServerSecurity(),  # noqa: B008  # frozen
-        cpuset: Set[int] | None = None,
         cpu_dma_latency: int | None = None,
     ) -> None:
-        """Once it is ready: `cpuset`, the processors that all its threads keep to; `cpu_dma_latency`, the microseconds
-        that idle processors of the machine may take to wake.
+        """`cpu_dma_latency`: the microseconds that the machine's idle processors may take to wake, once it is ready.
 
         Raises ValueError or OSError, naming the flag, for an address or a file that does not do.
         """
@@ -70,7 +67,6 @@ class ServiceFrame:
         self.draining = False
         self._listen = listen
         self._metrics_listen = metrics_listen
-        self._cpuset = cpuset
         self._cpu_dma_latency = cpu_dma_latency
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
@@ -112,12 +108,7 @@ class ServiceFrame:
             await self._health.set(service, status)
 
     def become_ready(self) -> None:
-        """Keeps to its processors and holds its latency from now on; prints the one line that says where it listens."""
-        if self._cpuset is not None:
-            try:
-                keep_to(self._cpuset)
-            except OSError as error:
-                log.warning("--cpuset: expected processors that it may use, found: %s", error.strerror)
+        """Holds its latency from now on, and prints the one line that says where it listens."""
         if self._cpu_dma_latency is not None:
             try:
                 hold_latency(self._cpu_dma_latency)  # for as long as this process lives

@@ -13,7 +13,6 @@ import typer
 
 from outrider import event_loop
 from outrider.idle_latency import CpuDmaLatency
-from outrider.processors import Cpuset
 from outrider.security import ServerSecurity
 from outrider.server import ServiceFrame, configure_logging
 from outrider.settings import ConfigFile, Listen, LogLevel, MetricsListen, run_command, usage_error, with_options
@@ -60,7 +59,6 @@ def main(
     step_tokens: Annotated[int, typer.Option(min=0, help="Rows of a step with prompt chunks; 0 is the device's.")] = 0,
     max_queue: Annotated[int, typer.Option(min=0, help="Sequences that may wait for room.")] = 256,
     cuda_graphs: Annotated[bool, typer.Option(help="Replay steps of chains as CUDA graphs.")] = True,
-    cpuset: Cpuset = None,
     cpu_dma_latency: CpuDmaLatency = None,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that a drain may take.")] = 30.0,
     config: ConfigFile = None,
@@ -88,7 +86,6 @@ def main(
         step_tokens=step_tokens,
         max_queue=max_queue,
         cuda_graphs=cuda_graphs,
-        cpuset=cpuset,
         cpu_dma_latency=cpu_dma_latency,
     )
     try:
@@ -99,8 +96,7 @@ def main(
 
 async def serve(settings: Settings, listen: str, metrics_listen: str, security: ServerSecurity, grace: float) -> None:
     """Runs until SIGTERM or SIGINT, then drains. Raises ValueError for a model or flag that does not fit."""
-    asked = settings.cpuset, settings.cpu_dma_latency
-    frame = ServiceFrame("target", SERVICE, listen, metrics_listen, security, *asked)
+    frame = ServiceFrame("target", SERVICE, listen, metrics_listen, security, settings.cpu_dma_latency)
     metrics = TargetMetrics(frame.registry, settings.name)
     servicer = TargetServicer()
     try:

@@ -74,7 +74,7 @@ def load_target(settings: Settings, instance_id: str, metrics: TargetMetrics, de
         engine.warm_up()
     stages = loaded - began, hashed - loaded, time.monotonic() - hashed
     log.info("loaded in %.1f s; shared weights hashed in %.1f s; cache and kernels made in %.1f s", *stages)
-    prepare, watch = partial(use_device, device), watch_seconds(device, settings.cpuset)
+    prepare, watch = partial(use_device, device), watch_seconds(device)
     thread: EngineThread[Command] = EngineThread(engine, "engine", prepare, watch)
     info = _info(settings, instance_id, model, limits, num_pages * KVCache.page_size)
     info.transports.extend(buffers.transports)

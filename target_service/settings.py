@@ -44,8 +44,6 @@ class Settings:
     synthetic: str = ""
     # Mean acceptance length that a synthetic target keeps to, whatever the tokens are.
     synthetic_acceptance: float | None = None
-    # The processors of its own, once it is ready; None: all that it may use.
-    cpuset: frozenset[int] | None = None
     # Microseconds that the machine's idle processors may take to wake, once it is ready; None: left as it is.
     cpu_dma_latency: int | None = None
 
