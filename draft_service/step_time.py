@@ -105,4 +105,4 @@ def _shared_tensors(fitted: FittedDraft, target: Path) -> dict[str, torch.Tensor
 
 
 if __name__ == "__main__":
-    run_command(main, "draft")
+    run_command(main, "draft", others_too=True)  # of the service that is taken apart

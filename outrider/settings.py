@@ -137,12 +137,18 @@ class Command(TyperCommand):
         super().format_help(ctx, formatter)
 
 
-def run_command(command: Callable[..., Any], name: str, arguments: Sequence[str] | None = None) -> None:
-    """Runs `command` as the command line of the service `name` and exits: 0, or 2 with what was wrong with a flag."""
+def run_command(
+    command: Callable[..., Any], name: str, arguments: Sequence[str] | None = None, *, others_too: bool = False
+) -> None:
+    """Runs `command` as the command line of the service `name` and exits: 0, or 2 with what was wrong with a flag.
+
+    others_too: flags that it does not know are the service's, and mean nothing to it.
+    """
     take_early_signals()
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    variables = {"auto_envvar_prefix": f"OUTRIDER_{name.upper()}", "show_default": True}
-    app.command(cls=Command, context_settings=variables)(command)
+    context: dict[str, Any] = {"auto_envvar_prefix": f"OUTRIDER_{name.upper()}", "show_default": True}
+    context |= {"ignore_unknown_options": others_too, "allow_extra_args": others_too}
+    app.command(cls=Command, context_settings=context)(command)
     app(args=None if arguments is None else list(arguments), prog_name=f"outrider {name}")
 
 

@@ -125,4 +125,4 @@ def _call(function: Callable[..., None], *arguments: object) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, "target")
+    run_command(main, "target", others_too=True)  # of the service that is taken apart

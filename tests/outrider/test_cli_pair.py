@@ -185,7 +185,7 @@ def test_bench_takes_the_rounds_of_a_pair_apart(pair: tuple[Path, Path], tmp_pat
     target, draft = pair
     file = tmp_path / "bench.json"
     chains = ["--draft-tokens", "0", "--draft-tokens", "2"]
-    sizes = ["--requests", "1", "--max-new-tokens", "12", "--target-flags", "--kv-cache 64MiB"]
+    sizes = ["--requests", "1", "--max-new-tokens", "12", "--target-flags", "--kv-cache 64MiB --grace 9"]
     sizes += ["--gateway-flags", "--draft-timeout 5"]
     began = time.monotonic()
     done = subprocess.run(
