@@ -13,7 +13,6 @@ from outrider.errors import to_status
 from outrider.v1 import draft_pb2
 
 if TYPE_CHECKING:
-    from draft_service.packet import AskedRows
     from draft_service.pair_link import PairLink
 
 
@@ -33,14 +32,10 @@ class Close:
 
 @dataclass(slots=True)
 class Ask:
-    """An ExtendDraft from the target itself, which names the sequence by its link_id. Not checked yet.
-
-    `rows`: what it says, where that was read, and checked, with the others in the packet.
-    """
+    """An ExtendDraft from the target itself, which names the sequence by its link_id. Not checked yet."""
 
     link: PairLink
     message: draft_pb2.DraftCommand
-    rows: AskedRows | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from itertools import repeat
 
 from google.protobuf.message import DecodeError
 
 from draft_service.commands import Answer, Ask, Command
-from draft_service.packet import read_together
 from draft_service.sequence import DraftSequence, Extend
 from draft_service.validation import CommandRules, read_extend, release_rows
 from outrider.errors import InvalidArgument, NotFound, OutriderError, to_status
@@ -45,8 +43,7 @@ class PairLink:
         try:
             for packet in self._end.receive():
                 messages = draft_pb2.ProposeRequest.FromString(packet).commands
-                asked = read_together(messages, self._rules) or repeat(None)
-                batches.append([Ask(self, message, rows) for message, rows in zip(messages, asked, strict=False)])
+                batches.append([Ask(self, message) for message in messages])
         except DecodeError:
             log.error("the target's socket: expected a ProposeRequest, found another packet")
             self._end.ended = True
@@ -54,9 +51,7 @@ class PairLink:
 
     def read_extend(self, ask: Ask, sequence: DraftSequence | None) -> Extend | None:
         """The rows for a sequence, checked; None, and the target is told, where that cannot be."""
-        command, rows = ask.message, ask.rows
-        if sequence is not None and rows is not None:
-            return rows.extend(sequence, self._rules.slices, self)
+        command = ask.message
         try:
             if not command.HasField("extend"):
                 raise InvalidArgument("command", "expected extend, and nothing else through a pair's socket")

@@ -72,7 +72,7 @@ class Proposer:
         prompt = min(_PROMPT_ROWS, self.limits.max_sequence_length - 2)
         for num_sequences, count, num_tokens in ((1, prompt, 0), *((number, 2, 2) for number in _SEQUENCES)):
             states = torch.zeros(count, self.model.draft.input_width, dtype=self.model.dtype)
-            rows = NewRows(0, [(states, np.zeros(count, dtype=np.int64))], count)
+            rows = NewRows(0, [(states, [0] * count)], count)
             sequences = [DraftSequence(None, 0, ProposalSampling(seed=0), end=count) for _ in range(num_sequences)]
             if all(self.cache.reserve(sequence, count + num_tokens) for sequence in sequences):
                 self.step([Turn(sequence, rows, num_tokens) for sequence in sequences])

@@ -45,7 +45,7 @@ class DraftSequence:
 
 @dataclass(eq=False, slots=True)
 class Part:
-    """Rows of states [m, k * Ht] that are those of many sequences: a step may take them all at once."""
+    """Rows of a buffer [m, k * Ht] that holds those of many sequences: a step may take them all at once."""
 
     whole: torch.Tensor
     first: int
@@ -58,7 +58,8 @@ class Part:
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
         """Some of them as a tensor, or all with [:]."""
-        return self.whole[self.first : self.first + self.count][rows]
+        start, stop, _ = rows.indices(self.count)
+        return self.whole.narrow(0, self.first + start, stop - start)
 
 
 States = torch.Tensor | Part
@@ -66,7 +67,7 @@ States = torch.Tensor | Part
 
 @dataclass(eq=False, slots=True)
 class Extend:
-    """Rows for a sequence: states [n, k * Ht] at first_position.., each with the token one position later (int64 [n]).
+    """Rows for a sequence: states [n, k * Ht] at first_position.., each with the token one position later.
 
     `on_read` is called, once, when the states were copied or are not wanted any more.
     """
@@ -74,7 +75,7 @@ class Extend:
     sequence: DraftSequence
     first_position: int
     states: States
-    token_ids: npt.NDArray[np.int64]
+    token_ids: list[int]
     num_draft_tokens: int
     min_confidence: float
     arrived: float
@@ -95,10 +96,10 @@ class NewRows:
     """Consecutive new rows of one sequence, from first_position on: states and tokens, in pieces as they came."""
 
     first_position: int
-    pieces: list[tuple[States, npt.NDArray[np.int64]]] = field(default_factory=list)
+    pieces: list[tuple[States, list[int]]] = field(default_factory=list)
     count: int = 0
 
-    def add(self, states: States, token_ids: npt.NDArray[np.int64]) -> None:
+    def add(self, states: States, token_ids: list[int]) -> None:
         """Appends rows."""
         self.pieces.append((states, token_ids))
         self.count += len(token_ids)

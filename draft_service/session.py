@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 from draft_service.commands import Answer, Close, Command, Open
-from draft_service.packet import AskedRows, read_together
 from draft_service.sequence import DraftSequence
 from draft_service.validation import CommandRules, read_extend, read_sampling, release_rows
 from outrider.errors import InvalidArgument, NotFound, OutriderError, to_status
@@ -27,10 +25,9 @@ class Session:
     def dispatch(self, request: object) -> None:
         """Applies the commands of one message. A bad one fails its sequence only."""
         assert isinstance(request, draft_pb2.ProposeRequest)
-        asked = read_together(request.commands, self._rules) or itertools.repeat(None)
-        for command, rows in zip(request.commands, asked, strict=False):
+        for command in request.commands:
             try:
-                self._apply(command, rows)
+                self._apply(command)
             except OutriderError as error:
                 self._fail(command.sequence_id, error)
         self._flush()
@@ -53,8 +50,7 @@ class Session:
         self._flush()
         self.outbox.close()
 
-    def _apply(self, command: draft_pb2.DraftCommand, rows: AskedRows | None) -> None:
-        """`rows`: what an extend says, where it was read with the others in the message."""
+    def _apply(self, command: draft_pb2.DraftCommand) -> None:
         kind = command.WhichOneof("command")
         sequence_id = command.sequence_id
         if kind == "extend":
@@ -62,11 +58,7 @@ class Session:
             if sequence is None:
                 release_rows(command.extend, self._rules)
                 raise NotFound(f"sequence_id: no open sequence {sequence_id} in this session")
-            self._commands.append(
-                read_extend(command.extend, sequence, self._rules)
-                if rows is None
-                else rows.extend(sequence, self._rules.slices)
-            )
+            self._commands.append(read_extend(command.extend, sequence, self._rules))
         elif kind == "open":
             if sequence_id in self.sequences:
                 raise InvalidArgument("sequence_id", f"sequence {sequence_id} is open already; both are freed")

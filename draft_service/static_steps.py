@@ -98,10 +98,9 @@ class StaticSteps:
 
     def _bring(self, turns: Sequence[Turn], order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Puts the turns' rows into `_states`. Returns where those of `order` are there."""
-        together = in_one_part(turns)
-        if together is not None and len(together[0]) <= MOST_ROWS and together[0].device == self._model.device:
-            whole, places = together  # and rows between them that no turn has
-            self._states[: len(whole)].copy_(whole)
+        whole, places = in_one_part(turns) or (None, order)
+        if whole is not None and (count := whole.shape[0]) <= MOST_ROWS and whole.device == self._model.device:
+            self._states.narrow(0, 0, count).copy_(whole)  # and rows between them that no turn has
             return places[order]
         joined_states(turns, self._model.device, self._states[: len(order)])
         return order

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import typer
 
@@ -100,7 +99,7 @@ def _step(proposer: Proposer, held: list[DraftSequence], emitted: int, chain: in
         rows = NewRows(sequence.end - emitted)
         width, device = proposer.model.draft.input_width, proposer.model.device
         states = torch.zeros(emitted, width, dtype=proposer.model.dtype, device=device)
-        rows.add(states, np.zeros(emitted, dtype=np.int64))
+        rows.add(states, [0] * emitted)
         turns.append(Turn(sequence, rows, chain))
     began = time.perf_counter()
     proposer.step(turns)

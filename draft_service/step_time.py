@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import typer
 from prometheus_client import CollectorRegistry
@@ -77,7 +76,7 @@ def time_step(engine: DraftEngine, shape: dict[str, Any], width: int, steps: int
 
 def _extend(engine: DraftEngine, sequence: DraftSequence, rows: int, width: int, chain: int) -> float:
     """Has the sequence take in `rows` more rows of noise, and returns the seconds of that step."""
-    states, token_ids = torch.randn(rows, width), np.zeros(rows, dtype=np.int64)
+    states, token_ids = torch.randn(rows, width), [0] * rows
     _SWEPT.add_(1)
     engine.apply([[Extend(sequence, sequence.end, states, token_ids, chain, 0.0, time.perf_counter())]])
     began = time.perf_counter()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
 import grpc
 import torch
 
+from draft_service.sequence import Part
 from outrider.channels import connect, wait_serving
 from outrider.cuda_memory import CudaDevice, CudaError
 from outrider.errors import InvalidArgument, OutriderError
@@ -31,7 +32,7 @@ RELEASE_SECONDS = 0.05
 
 
 class TargetLink:
-    """One target address. Event loop only, but for `resolve` and `release`."""
+    """One target address. Event loop only, but for slices."""
 
     def __init__(self, address: str, security: ClientSecurity, device: CudaDevice | None = None) -> None:
         """`device`: where the draft computes, None for a CPU.
@@ -131,17 +132,24 @@ class TargetLink:
 
         Raises InvalidArgument where it is not inside one.
         """
-        return self.resolve_run([slice_], size)
-
-    def resolve_run(self, slices: Sequence[common_pb2.BufferSlice], size: int) -> torch.Tensor:
-        """The same from the first of several on, which all lie in it."""
         try:
-            memory = self._slices.resolve(slices[0], size)
+            memory = self._slices.resolve(slice_, size)
         except InvalidArgument as error:
             text = error.message.removeprefix(f"{error.field}: ")
             raise InvalidArgument(f"extend.hidden_states.tensor.{error.field}", text) from None
-        self._unread.update([(slice_.buffer_id, slice_.generation) for slice_ in slices])
+        self._unread.add((slice_.buffer_id, slice_.generation))
         return memory
+
+    def part(self, slice_: common_pb2.BufferSlice, dtype: torch.dtype, count: int, width: int) -> Part | None:
+        """The rows of a slice as a part of its buffer; None where it has to be resolved, or refused, as others are."""
+        buffer_id = slice_.buffer_id
+        if (rows := self._slices.rows(buffer_id, dtype, width)) is None:
+            return None
+        first, rest = divmod(slice_.offset, rows.row_bytes)
+        if rest or first + count > rows.num_rows:
+            return None
+        self._unread.add((buffer_id, slice_.generation))
+        return Part(rows.states, first, count)
 
     def release(self, slice_: common_pb2.BufferSlice) -> None:
         """Tells the target, soon, that the slice was read; from any thread. Nothing once the attachment ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -48,7 +49,7 @@ class RowOrder(NamedTuple):
 def rows_in_order(turns: Sequence[Turn]) -> RowOrder:
     """Where the turns' rows stand, and their tokens."""
     pieces = [token_ids for turn in turns for _, token_ids in turn.rows.pieces]
-    token_ids = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    token_ids = np.array(list(itertools.chain.from_iterable(pieces)), dtype=np.int64)
     if len(turns) == 1:
         first, count = turns[0].rows.first_position, turns[0].num_taken_in
         return RowOrder(
@@ -69,7 +70,7 @@ def rows_in_order(turns: Sequence[Turn]) -> RowOrder:
 def in_one_part(turns: Sequence[Turn]) -> tuple[torch.Tensor, npt.NDArray[np.int64]] | None:
     """States that hold the rows of all turns, and for each row, one turn after the other, which of them it is.
 
-    int64 [T]; None where the rows did not come together.
+    int64 [T]; None where the rows do not lie in one buffer.
     """
     parts = [states for turn in turns for states, _ in turn.rows.pieces if isinstance(states, Part)]
     if not parts or sum([len(turn.rows.pieces) for turn in turns]) != len(parts):
@@ -77,9 +78,13 @@ def in_one_part(turns: Sequence[Turn]) -> tuple[torch.Tensor, npt.NDArray[np.int
     whole = parts[0].whole
     if any(part.whole is not whole for part in parts):
         return None
-    counts = np.array([part.count for part in parts])
-    shifts = np.array([part.first for part in parts]) - counts.cumsum() + counts
-    return whole, shifts.repeat(counts) + np.arange(counts.sum())
+    if len(parts) == 1:
+        return parts[0][:], np.arange(parts[0].count)
+    firsts = [part.first for part in parts]
+    first, counts = min(firsts), np.array([part.count for part in parts])
+    shifts = np.array(firsts) - first - counts.cumsum() + counts
+    places = shifts.repeat(counts) + np.arange(counts.sum())
+    return whole.narrow(0, first, int(places.max()) + 1), places
 
 
 def joined_states(turns: Sequence[Turn], device: torch.device, room: torch.Tensor | None = None) -> torch.Tensor:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from draft_service.choice import Chooser, ProposalSampling
-from draft_service.sequence import DraftSequence, Extend
+from draft_service.sequence import DraftSequence, Extend, Part
 from outrider.errors import InvalidArgument
-from outrider.tensors import decode
+from outrider.tensors import DTYPES, decode
 from outrider.v1 import common_pb2, draft_pb2
 
 LARGEST_POSITION = 2**32 - 1
+_FLOATS = {number: dtype for number, dtype in DTYPES.items() if dtype.is_floating_point}
 
 
 class SliceReader(Protocol):
@@ -30,8 +30,8 @@ class SliceReader(Protocol):
     def resolve(self, slice_: common_pb2.BufferSlice, size: int) -> torch.Tensor:
         """The slice's memory, uint8 [size]. Raises InvalidArgument for an unknown buffer or a range outside it."""
 
-    def resolve_run(self, slices: Sequence[common_pb2.BufferSlice], size: int) -> torch.Tensor:
-        """The memory, uint8 [size], from the first of them on, with all others in it. Raises as `resolve` does."""
+    def part(self, slice_: common_pb2.BufferSlice, dtype: torch.dtype, count: int, width: int) -> Part | None:
+        """The rows [count, width] of a slice as a part of its buffer; None where `resolve` is to say whether it can."""
 
     def release(self, slice_: common_pb2.BufferSlice) -> None:
         """Tells the target that the slice was read; from any thread."""
@@ -70,6 +70,8 @@ def read_sampling(message: common_pb2.SamplingParams, rules: CommandRules) -> Pr
 
 def read_extend(command: draft_pb2.DraftCommand.ExtendDraft, sequence: DraftSequence, rules: CommandRules) -> Extend:
     """The command for the engine. States inline share the message's memory, others the buffer's."""
+    if (usual := _read_usual(command, sequence, rules)) is not None:
+        return usual
     message = command.hidden_states.tensor
     decoded = decode(message, "extend.hidden_states.tensor", rules.slices.resolve)
     on_read = _on_read(message, rules.slices)
@@ -89,6 +91,39 @@ def read_extend(command: draft_pb2.DraftCommand.ExtendDraft, sequence: DraftSequ
         if on_read is not None:
             on_read()
         raise
+
+
+def _read_usual(
+    command: draft_pb2.DraftCommand.ExtendDraft, sequence: DraftSequence, rules: CommandRules
+) -> Extend | None:
+    """The same of whole rows in a buffer, at a part of the time; None where anything is unusual, or wrong."""
+    states = command.hidden_states
+    tensor = states.tensor
+    dtype, slice_ = _FLOATS.get(tensor.dtype), tensor.slice
+    first_position, confidence = states.first_position, command.min_confidence
+    token_ids = command.token_ids[:]
+    count = len(token_ids)
+    if (
+        tensor.shape[:] != [count, rules.input_width]
+        or not count
+        or max(token_ids) >= rules.vocab_size
+        or first_position + count >= LARGEST_POSITION
+        or not 0 <= confidence <= 1
+        or dtype is None
+        or (part := rules.slices.part(slice_, dtype, count, rules.input_width)) is None
+    ):
+        return None
+    return Extend(
+        sequence,
+        first_position,
+        part,
+        token_ids,
+        command.num_draft_tokens,
+        confidence,
+        time.perf_counter(),
+        partial(rules.slices.release, slice_),
+        transport=rules.slices.transport,
+    )
 
 
 def release_rows(command: draft_pb2.DraftCommand.ExtendDraft, rules: CommandRules) -> None:
@@ -116,9 +151,7 @@ def _checked_states(states: torch.Tensor, rules: CommandRules) -> torch.Tensor:
     return states
 
 
-def _checked_token_ids(
-    command: draft_pb2.DraftCommand.ExtendDraft, num_rows: int, rules: CommandRules
-) -> npt.NDArray[np.int64]:
+def _checked_token_ids(command: draft_pb2.DraftCommand.ExtendDraft, num_rows: int, rules: CommandRules) -> list[int]:
     count = len(command.token_ids)
     if count != num_rows:
         raise InvalidArgument("extend.token_ids", f"expected {num_rows}, one for each row, found {count}")
@@ -126,7 +159,7 @@ def _checked_token_ids(
     largest = max(token_ids)
     if largest >= rules.vocab_size:
         raise InvalidArgument("extend.token_ids", f"expected ids below {rules.vocab_size}, found {largest}")
-    return np.array(token_ids, dtype=np.int64)  # of a list: of few numbers it is made five times as fast as of others
+    return token_ids
 
 
 def _checked_confidence(command: draft_pb2.DraftCommand.ExtendDraft) -> float:
@@ -139,4 +172,4 @@ def _on_read(message: common_pb2.Tensor, slices: SliceReader) -> Callable[[], No
     if not message.HasField("slice"):
         return None
     slice_ = message.slice
-    return lambda: slices.release(slice_)
+    return partial(slices.release, slice_)

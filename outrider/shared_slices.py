@@ -126,12 +126,24 @@ class SliceWriter:
             del self._handed_out[oldest]
 
 
+class BufferRows(NamedTuple):
+    """A buffer as rows [num_rows, width], as many as fit from its beginning on, of `row_bytes` each.
+
+    Numbers stand beside the tensor since asking it for them takes long.
+    """
+
+    states: Tensor
+    num_rows: int
+    row_bytes: int
+
+
 class SliceReader:
     """Resolves slices of the buffers that were opened, by their ids: `resolve` is a tensors.SliceResolver."""
 
     def __init__(self, buffers: Mapping[str, Tensor]) -> None:
         """`buffers` are uint8 [size] each."""
         self._buffers = dict(buffers)
+        self._rows: dict[tuple[str, torch.dtype, int], BufferRows] = {}
 
     def resolve(self, slice_: BufferSlice, num_bytes: int) -> Tensor:
         """The bytes of a slice, as a view uint8 [num_bytes].
@@ -144,6 +156,18 @@ class SliceReader:
                 "slice.buffer_id", f"expected one of {sorted(self._buffers)}, found {slice_.buffer_id!r}"
             )
         return checked_slice(memory, slice_.offset, num_bytes)
+
+    def rows(self, buffer_id: str, dtype: torch.dtype, width: int) -> BufferRows | None:
+        """All of a buffer as rows, the same tensor each time; None where it is not open, or some would not be aligned.
+
+        What was asked for is kept: let it be of a few types and widths.
+        """
+        key, size = (buffer_id, dtype, width), width * dtype.itemsize
+        rows = self._rows.get(key)
+        if rows is None and size % _ELEMENT_ALIGNMENT == 0 and (memory := self._buffers.get(buffer_id)) is not None:
+            count = len(memory) // size
+            rows = self._rows[key] = BufferRows(tensor_at(memory, 0, dtype, (count, width)), count, size)
+        return rows
 
 
 def checked_slice(memory: Tensor, offset: int, num_bytes: int) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from draft_service.cache import DraftCache
@@ -62,7 +61,7 @@ def turn(
     min_confidence: float = 0.0,
 ) -> Turn:
     """Takes rows into a sequence's bookkeeping and reserves pages, as the engine does."""
-    extend = Extend(sequence, first, states, np.array(tokens), wanted, 0.0, 0.0)
+    extend = Extend(sequence, first, states, list(tokens), wanted, 0.0, 0.0)
     rows = take_rows(sequence, [extend], proposer.limits.max_sequence_length)
     assert proposer.cache.reserve(sequence, sequence.end + max(0, wanted - 1))
     return Turn(sequence, rows, wanted, min_confidence)

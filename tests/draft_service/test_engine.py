@@ -2,7 +2,6 @@
 
 import time
 
-import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -37,7 +36,7 @@ class Bench:
         states, tokens = rows
         arrived = time.perf_counter()
         on_read = lambda: self.read.append(sequence)  # noqa: E731
-        return Extend(sequence, first, states, np.array(tokens), wanted, 0.0, arrived, on_read)
+        return Extend(sequence, first, states, list(tokens), wanted, 0.0, arrived, on_read)
 
     def run(self, *commands):
         """Applies commands of one message and steps until nothing waits; returns the new answers."""

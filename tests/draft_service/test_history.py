@@ -134,7 +134,7 @@ def test_rows_taken_in_are_those_of_a_naive_record(pieces, together, limit):
     for index, (first, count) in enumerate(pieces):
         rows = torch.arange(serial, serial + count)
         serial += count
-        group.append(Extend(sequence, first, rows[:, None].float(), rows.numpy(), 0, 0.0, 0.0))
+        group.append(Extend(sequence, first, rows[:, None].float(), rows.tolist(), 0, 0.0, 0.0))
         held = record.keys()
         if not held or not min(held) <= first <= max(held) + 1:
             record = {}

@@ -134,6 +134,13 @@ async def test_a_target_that_babbles_loses_the_socket_and_gets_another_and_sessi
     await client.close()
 
 
+class NoBuffers(SliceReader):
+    """Of a link whose rows come inline."""
+
+    def part(self, *_: object) -> None:
+        """There is none."""
+
+
 class Linked:
     """An engine without a thread, one sequence that the target may ask for, and the target's end of the socket."""
 
@@ -141,7 +148,7 @@ class Linked:
         listener = PairListener()
         self.target = PairSocket.connect(listener.name)
         metrics = DraftMetrics(CollectorRegistry(), "target", "draft")
-        rules = CommandRules(320, 192, proposer.chooser, SliceReader({}))
+        rules = CommandRules(320, 192, proposer.chooser, NoBuffers({}))
         self.link = PairLink(listener.accept(), rules, lambda: None)
         self.engine = DraftEngine(proposer, lambda answers: None, metrics)
         self.sequence = DraftSequence(None, 1, GREEDY, link_id=LINK)
