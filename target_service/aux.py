@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -12,8 +12,7 @@ import torch
 from kernels.transfer import to_host
 from outrider.v1 import common_pb2
 from target_service.attach import Buffers, write_rows
-from target_service.commands import Rows
-from target_service.metrics import TargetMetrics
+from target_service.commands import AuxRequest, Rows
 from target_service.scheduler import Work
 from target_service.sequence import Sequence
 
@@ -108,14 +107,16 @@ class SentRows:
 class RowSender:
     """Sends rows, takes back what was too much of them, and counts the others."""
 
-    def __init__(self, buffers: Buffers, metrics: TargetMetrics) -> None:
+    def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers
-        self._metrics = metrics
-        # Rows that were emitted and are not counted yet, and how they travel where they are not in messages.
-        self._uncounted: list[tuple[common_pb2.Transport, Rows]] = []
+        # What was emitted and is not counted yet: rows, how many, and what was asked for.
+        self._uncounted: list[tuple[Rows, int, AuxRequest]] = []
+        self._boundary_bytes = 0  # a row's, of one boundary
 
     def step(self, aux: dict[int, torch.Tensor]) -> SentRows:
         """For the rows of one step."""
+        for states in itertools.islice(aux.values(), 1):
+            self._boundary_bytes = states.shape[1] * states.itemsize
         return SentRows(self._buffers, aux)
 
     def emitted(self, sequence: Sequence, rows: Rows | None, end: int) -> Rows | None:
@@ -127,14 +128,14 @@ class RowSender:
             self._buffers.take_back(sequence, rows.tensor)
             return None
         rows = rows.first(count)
-        self._uncounted.append((sequence.aux.transport, rows))
+        self._uncounted.append((rows, count, sequence.aux))
         return rows
 
-    def count(self) -> None:
-        """Counts what was emitted: once a step, when the draft knows of it."""
-        sizes: Counter[common_pb2.Transport] = Counter()
-        for transport, rows in self._uncounted:
-            sizes[common_pb2.TRANSPORT_INLINE if rows.inline else transport] += rows.num_bytes
-        for transport, size in sizes.items():
-            self._metrics.hidden_state_bytes(transport, size)
+    def count(self) -> dict[common_pb2.Transport, int]:
+        """Bytes of what was emitted since the last call: asked once a step, when the draft knows of it."""
+        sizes: dict[common_pb2.Transport, int] = {}
+        for rows, count, aux in self._uncounted:
+            transport = common_pb2.TRANSPORT_INLINE if rows.inline else aux.transport
+            sizes[transport] = sizes.get(transport, 0) + count * len(aux.boundaries) * self._boundary_bytes
         self._uncounted.clear()
+        return sizes

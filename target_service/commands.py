@@ -252,7 +252,7 @@ class Failed:
 Event = Prefilled | Advanced | Failed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Stats:
     """What the newest step did; `compute` in seconds."""
 

@@ -9,6 +9,7 @@ import torch
 from kernels.sampling import NO_TOKEN
 from kernels.scripted_acceptance import Script
 from outrider.errors import Internal, InvalidArgument, OutriderError
+from outrider.v1 import common_pb2
 from target_service.aux import RowSender
 from target_service.commands import Advance, Advanced, Prefilled, Rows, Timing
 from target_service.logprobs import TokenLogprobs, token_logprobs
@@ -154,11 +155,10 @@ class Emitter:
             if verdict.ended:
                 self._roster.release(sequence)
 
-    def count(self) -> None:
-        """Counts what was emitted: once a step, when the drafts know of it."""
-        self._metrics.generation_tokens(self._num_emitted)
-        self._num_emitted = 0
-        self._sender.count()
+    def count(self) -> tuple[int, dict[common_pb2.Transport, int]]:
+        """Tokens that were emitted since the last call, and bytes of rows: asked once a step, when the drafts know."""
+        num_emitted, self._num_emitted = self._num_emitted, 0
+        return num_emitted, self._sender.count()
 
     def _prompt_logprobs(self, sequence: Sequence, hidden: torch.Tensor, start: int) -> list[TokenLogprobs]:
         """Of the prompt tokens at start + 1 and on, one for each row of `hidden`."""

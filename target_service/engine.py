@@ -66,7 +66,7 @@ class TargetEngine:
         self._computation = Computation(model, cache, self._tables, graphs)
         self.pairs = PairRounds(limits)
         self.roster = Roster(self.scheduler, buffers, self.pairs, metrics, deliver)
-        self._emitter = Emitter(model, self.roster, RowSender(buffers, metrics), self.pairs, metrics, script)
+        self._emitter = Emitter(model, self.roster, RowSender(buffers), self.pairs, metrics, script)
         self._pace = Pace(self.scheduler)
         self.buffers = buffers
         self._metrics = metrics
@@ -202,8 +202,7 @@ class TargetEngine:
 
     def _count(self) -> None:
         """Once the drafts know what to do next, and before gateways hear of it."""
-        self._metrics.stepped(self._stats)
-        self._emitter.count()
+        self._metrics.stepped(self._stats, *self._emitter.count())
 
     def _emit(self, queued: _Queued, began: float) -> None:
         row = chosen = 0

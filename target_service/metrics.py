@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 from prometheus_client import CollectorRegistry, Metric
@@ -19,15 +19,18 @@ _REASONS = (PREEMPTED, QUEUE_FULL, DRAINING, "INVALID_ARGUMENT", "NOT_FOUND", "I
 _MAX_STEPS = 1000  # kept between two readings
 _ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
+# A step, the tokens that it emitted, and bytes of hidden states.
+Step = tuple[Stats, int, Mapping[common_pb2.Transport, int]]
+
 
 class TargetMetrics(Collector):
     """The series of one target, labelled with the name of its model. Any thread.
 
-    Steps are put into histograms when the series are read, not while a caller waits for the step's answer.
+    Steps are put into the series when those are read, not while a caller waits for the step's answer.
     """
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
-        self._steps: deque[Stats] = deque()
+        self._steps: deque[Step] = deque()
         registry.register(self)  # before the histograms, so that it is asked before them
         series = Series(registry, model_name=model_name)
         self._running = series.gauge("num_requests_running", "Sequences that hold pages")
@@ -54,39 +57,37 @@ class TargetMetrics(Collector):
         self._waiting.set_function(waiting)
         self._cache_usage.set_function(cache_usage)
 
-    def stepped(self, stats: Stats) -> None:
-        """A step was computed."""
-        self._steps.append(stats)
+    def stepped(self, stats: Stats, num_emitted: int, num_bytes: Mapping[common_pb2.Transport, int]) -> None:
+        """A step was computed, and so many tokens were emitted, and bytes of hidden states by each transport."""
+        self._steps.append((stats, num_emitted, num_bytes))
         if len(self._steps) >= _MAX_STEPS:
             self.collect()
 
     def collect(self) -> Iterable[Metric]:
         """Called when the series are read; has none of its own."""
+        num_emitted, num_bytes = 0, Counter[common_pb2.Transport]()
         with suppress(IndexError):  # until it is empty, whoever else empties it
             while True:
-                stats = self._steps.popleft()
+                stats, tokens, sizes = self._steps.popleft()
                 self._step_time.observe(stats.compute)
                 self._step_rows.observe(stats.num_tokens)
                 self._step_sequences.observe(stats.batch_size)
+                num_emitted += tokens
+                num_bytes.update(sizes)
+        self._generation.inc(num_emitted)
+        for transport, size in num_bytes.items():
+            self._hidden[TRANSPORT_NAMES[transport]].inc(size)
         return ()
 
     def prompt_tokens(self, count: int) -> None:
         """Prompt tokens were computed."""
         self._prompt.inc(count)
 
-    def generation_tokens(self, count: int) -> None:
-        """Tokens were emitted."""
-        self._generation.inc(count)
-
     def failed(self, reason: str) -> None:
         """A sequence ended with an error."""
         self._errors.get(reason, self._errors["INTERNAL"]).inc()
         if reason == PREEMPTED:
             self._preemptions.inc()
-
-    def hidden_state_bytes(self, transport: common_pb2.Transport, size: int) -> None:
-        """Rows were emitted."""
-        self._hidden[TRANSPORT_NAMES[transport]].inc(size)
 
     def watch_buffers(self, num_attached: Callable[[], int], num_unreleased: Callable[[], int]) -> None:
         """Asks these whenever the metrics are read."""

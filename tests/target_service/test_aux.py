@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 
 from outrider.shared_slices import tensor_at
 from outrider.v1 import common_pb2, target_pb2
@@ -12,7 +11,6 @@ from target_service import aux
 from target_service.attach import Buffers
 from target_service.aux import RowSender
 from target_service.commands import AuxRequest
-from target_service.metrics import TargetMetrics
 from tests.target_service.builders import make_sequence
 
 SHARED = common_pb2.TRANSPORT_SHARED_MEMORY
@@ -30,8 +28,7 @@ def buffers():
 def sender_of(buffers, transport, first_position=0):
     sequence = make_sequence(1, 4)
     sequence.aux = replace(AuxRequest((1, 3), transport, "draft"), first_position=first_position)
-    metrics = TargetMetrics(CollectorRegistry(), "tiny")
-    return RowSender(buffers, metrics), sequence, metrics
+    return RowSender(buffers), sequence
 
 
 def send(sender, sequence, row, start, count):
@@ -49,7 +46,7 @@ def attach(buffers):
 
 def test_rows_beyond_what_was_emitted_are_cut_off(buffers):
     attachment = attach(buffers)
-    sender, sequence, _ = sender_of(buffers, SHARED)
+    sender, sequence = sender_of(buffers, SHARED)
     rows = send(sender, sequence, 2, 9, 4)
     rows = sender.emitted(sequence, rows, 11)
     assert rows.first_position == 9 and list(rows.tensor.shape) == [2, 6]
@@ -57,14 +54,14 @@ def test_rows_beyond_what_was_emitted_are_cut_off(buffers):
     assert torch.equal(tensor_at(attachment.memory.bytes, offset, torch.float32, (2, 6)), WIDE[2:4])
     assert buffers.num_unreleased == 1
 
-    sender, sequence, _ = sender_of(buffers, common_pb2.TRANSPORT_INLINE)
+    sender, sequence = sender_of(buffers, common_pb2.TRANSPORT_INLINE)
     rows = sender.emitted(sequence, send(sender, sequence, 2, 9, 4), 11)
     assert rows.inline and torch.equal(rows.tensor, WIDE[2:4])
 
 
 def test_a_slice_of_rows_that_were_not_emitted_is_free_at_once(buffers):
     attach(buffers)
-    sender, sequence, _ = sender_of(buffers, SHARED, first_position=11)
+    sender, sequence = sender_of(buffers, SHARED, first_position=11)
     rows = send(sender, sequence, 0, 9, 4)
     assert rows.first_position == 11 and buffers.num_unreleased == 1
     assert sender.emitted(sequence, rows, 11) is None
@@ -74,7 +71,7 @@ def test_a_slice_of_rows_that_were_not_emitted_is_free_at_once(buffers):
 
 def test_a_slice_of_a_buffer_that_was_replaced_meanwhile_is_nobody_s(buffers):
     attach(buffers)
-    sender, sequence, _ = sender_of(buffers, SHARED, first_position=11)
+    sender, sequence = sender_of(buffers, SHARED, first_position=11)
     rows = [send(sender, sequence, 0, 9, 4) for _ in range(2)]
     attach(buffers)
     kept = send(sender, sequence, 0, 9, 4)
@@ -84,16 +81,12 @@ def test_a_slice_of_a_buffer_that_was_replaced_meanwhile_is_nobody_s(buffers):
 
 def test_only_emitted_rows_are_counted(buffers):
     attach(buffers)
-    for transport, name in ((SHARED, "shared_memory"), (common_pb2.TRANSPORT_INLINE, "inline")):
-        sender, sequence, metrics = sender_of(buffers, transport)
-        counted = []
-        metrics.hidden_state_bytes = lambda kind, size, counted=counted: counted.append((kind, size))
+    for transport in (SHARED, common_pb2.TRANSPORT_INLINE):
+        sender, sequence = sender_of(buffers, transport)
         for start in (4, 6):
             sender.emitted(sequence, send(sender, sequence, 0, start, 5), start + 1)
-        assert not counted
-        sender.count()
-        sender.count()
-        assert counted == [(transport, 2 * 6 * 4)], name
+        assert sender.count() == {transport: 2 * 6 * 4}
+        assert sender.count() == {}
 
 
 def test_slices_that_follow_each_other_are_written_at_once(buffers, monkeypatch):
@@ -104,7 +97,7 @@ def test_slices_that_follow_each_other_are_written_at_once(buffers, monkeypatch)
     states = {boundary: torch.randn(96, 3) for boundary in (1, 3)}
     wide = torch.cat((states[1], states[3]), dim=1)
     attachment = attach(buffers)
-    sender, sequence, _ = sender_of(buffers, SHARED)
+    sender, sequence = sender_of(buffers, SHARED)
     narrow = make_sequence(2, 4)
     narrow.aux = replace(sequence.aux, boundaries=(3,))
     step = sender.step(states)
@@ -125,7 +118,7 @@ def test_rows_for_messages_are_brought_to_the_host_at_once(buffers, monkeypatch)
     brought = []
     bring = aux.to_host
     monkeypatch.setattr(aux, "to_host", lambda rows: brought.append(len(rows)) or bring(rows))
-    sender, sequence, _ = sender_of(buffers, common_pb2.TRANSPORT_INLINE)
+    sender, sequence = sender_of(buffers, common_pb2.TRANSPORT_INLINE)
     narrow = make_sequence(2, 4)
     narrow.aux = replace(sequence.aux, boundaries=(3,))
     step = sender.step(AUX)
