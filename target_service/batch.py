@@ -36,16 +36,19 @@ class PageTables:
         widest = self.rows.shape[1]
         places: list[int] = []
         pages: list[int] = []
+        grown: list[Sequence] = []
         for sequence in sequences:
             written = sequence.tabled_pages
             if new := sequence.pages[written:]:
                 first = sequence.slot * widest + written
                 places += range(first, first + len(new))
                 pages += new
-                sequence.tabled_pages = written + len(new)
+                grown.append(sequence)
         if pages:
             entries = to_device(torch.tensor([places, pages], dtype=torch.int64), self.rows.device)
             self.rows.view(-1).scatter_(0, entries[0], entries[1].int())
+        for sequence in grown:
+            sequence.tabled_pages = len(sequence.pages)
 
     def first(self, num_pages: int) -> torch.Tensor:
         """The first columns of all rows."""

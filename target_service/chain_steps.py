@@ -102,6 +102,7 @@ class ChainSteps:
 
         `run` of the same rows goes on with it, of others it begins anew.
         """
+        self._begun = None  # inputs that are set in part are nobody's
         params = [item.sequence.open.sampling for item in work]
         (positions, slots), keeps_logits = chain_places(work), _keeps_logits(work)
         choice = None if keeps_logits else passes(params, self._vocabulary)

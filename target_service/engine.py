@@ -125,6 +125,7 @@ class TargetEngine:
             return
         self.flush()
         if queued is not None and self._queued is None:
+            self._plan = Plan()  # it is done: what fails from here on ends nobody
             self._computation.begin(self.scheduler.expect(plan))
 
     def flush(self) -> None:

@@ -76,6 +76,34 @@ def test_a_step_is_begun_while_its_chains_are_on_their_way(tmp_path, monkeypatch
     assert len(ran) <= len(begun) <= len(ran) + 2, "a step that was begun is not begun again"
 
 
+@pytest.mark.parametrize("part", ["kernels.graphs.Graphs.step", "target_service.batch.to_device"])
+def test_a_step_that_cannot_be_begun_costs_nobody_anything(tmp_path, monkeypatch, part):
+    """Its chains find no step begun, and its pages are still to be written."""
+    model = load_model(write_tiny_llama(tmp_path, tokenizer=False), "cpu", "auto")
+    wanted = [Request([3 + i, 4, 5], SAMPLED, max_new=80) for i in range(2)]  # over the end of a page
+    expected = run(make_engine(model), wanted)
+    engine, failures = make_engine(model, Graphs(torch.device("cpu"))), []
+    begin, step = engine._computation.begin, engine.step
+
+    def begin_without(work):
+        with monkeypatch.context() as patch:
+            patch.setattr(part, lambda *_: 1 / 0)
+            begin(work)
+
+    def step_as_the_thread_does():
+        try:
+            step()
+        except ZeroDivisionError as error:
+            failures.append(error)
+            engine.on_failure(error)
+
+    monkeypatch.setattr(engine._computation, "begin", begin_without)
+    monkeypatch.setattr(engine, "step", step_as_the_thread_does)
+    found = run(engine, wanted, with_mistakes(expected, (3,), model.config.vocab_size))
+    assert [outcome.tokens for outcome in found] == [outcome.tokens for outcome in expected]
+    assert failures
+
+
 def test_logits_that_change_before_a_row_chooses(tmp_path):
     """Steps with penalties, a bias or a mask end with the logits."""
     model = load_model(write_tiny_llama(tmp_path, tokenizer=False), "cpu", "auto")
