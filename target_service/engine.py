@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -135,6 +136,8 @@ class TargetEngine:
     def on_failure(self, error: Exception) -> None:
         """A step raised: the sequences in it end with INTERNAL, the others go on."""
         queued, self._queued = self._queued, None
+        with contextlib.suppress(RuntimeError):  # of a device that is lost
+            mark(self._device)()  # it may not have read the step's inputs yet, which the next one overwrites
         work = [*self._plan.work, *(queued.plan.work if queued is not None else ())]
         for sequence in {item.sequence: None for item in work if self._is_here(item.sequence)}:
             self.roster.fail(sequence, Internal(f"the step failed: {type(error).__name__}: {error}"))

@@ -68,6 +68,23 @@ def test_a_step_that_fails_ends_its_sequences_and_no_other(engine, monkeypatch):
     assert later[3] == first_tokens[2]
 
 
+def test_after_a_step_that_failed_the_device_is_waited_for(engine, monkeypatch):
+    """It may be at its inputs still."""
+    begun, waited = [], []
+    monkeypatch.setattr(
+        "target_service.engine.mark", lambda device: begun.append(device) or (lambda: waited.append(device))
+    )
+    session = Recorder()
+    engine.apply([make_open(1, 10, session=session)])
+    monkeypatch.setattr(engine._emitter, "send", lambda work, output: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as error:
+        engine.step()
+    assert not begun
+    engine.on_failure(error.value)
+    assert waited == begun == [torch.device("cpu")]
+    assert isinstance(session.events[-1], Failed)
+
+
 def test_logits_that_are_not_numbers_are_an_internal_error(engine, monkeypatch):
     session = Recorder()
     engine.apply([make_open(1, 10, session=session)])
