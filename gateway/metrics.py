@@ -145,7 +145,8 @@ class ModelMetrics:
         self._stages = {stage: families.round_duration.labels(name, NO_DRAFT, stage) for stage in STAGES}
         self._draft_unavailable = families.fallbacks.labels(name, NO_DRAFT, "draft_unavailable")
         self._plain_step = families.decode_step.labels(name, NO_DRAFT)
-        self._kv_cache_usage = families.kv_cache_usage.labels(name)
+        self._kv_cache_usage = 0.0
+        families.kv_cache_usage.labels(name).set_function(lambda: self._kv_cache_usage)
         self.target_rounds = families.target_rounds.labels(name)
         self.prompt_tokens = families.prompt_tokens.labels(name)
         self.generation_tokens = families.generation_tokens.labels(name)
@@ -184,8 +185,8 @@ class ModelMetrics:
         self.request_generation_tokens.observe(generation_tokens)
 
     def take_stats(self, stats: target_pb2.StepStats) -> None:
-        """What the target says about its newest step."""
-        self._kv_cache_usage.set(stats.kv_cache_usage)
+        """What the target says about its newest step: kept for whoever asks."""
+        self._kv_cache_usage = stats.kv_cache_usage
 
     def time_round(self, chain: Chain, event: target_pb2.TargetEvent, times: RoundTimes) -> None:
         """Divides the time of one step among its stages."""
