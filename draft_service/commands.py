@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, TypeAlias
 from draft_service.metrics import DraftMetrics
 from draft_service.proposer import Chain, Proposer
 from draft_service.sequence import DraftSequence, Extend
-from outrider.errors import to_status
 from outrider.v1 import draft_pb2
 
 if TYPE_CHECKING:
@@ -68,17 +67,8 @@ class Answer:
     error: Exception | None = None
     link: PairLink | None = None
 
-    def event(self, sequence_id: int) -> draft_pb2.DraftEvent:
-        """As a message, for whoever calls the sequence so."""
-        if self.error is not None:
-            return draft_pb2.DraftEvent(sequence_id=sequence_id, error=to_status(self.error))
-        event = draft_pb2.DraftEvent()
-        self.begin(event, sequence_id)
-        self.finish(event)
-        return event
-
     def begin(self, event: draft_pb2.DraftEvent, sequence_id: int) -> None:
-        """Makes an empty event that of a chain, but for what the step gives.
+        """Makes an empty event that of a chain, for whoever calls the sequence so, but for what the step gives.
 
         Field by field, since a message that is given to another is copied.
         """

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import grpc
 
 from draft_service.commands import Answer, Command
-from draft_service.session import Session
+from draft_service.session import Session, propose_response
 from draft_service.validation import CommandRules
 from outrider.errors import OutriderError, Unavailable, abort
 from outrider.stream import serve_stream
@@ -78,9 +78,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self._sessions[session] = None
         self._idle.clear()
         try:
-            await serve_stream(
-                context, session.dispatch, session.outbox, lambda events: draft_pb2.ProposeResponse(events=events)
-            )
+            await serve_stream(context, session.dispatch, session.outbox, propose_response)
         finally:
             session.close()
             error = self._sessions.pop(session)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from draft_service.commands import Answer, Close, Command, Open
 from draft_service.sequence import DraftSequence
@@ -10,6 +10,19 @@ from draft_service.validation import CommandRules, read_extend, read_sampling, r
 from outrider.errors import InvalidArgument, NotFound, OutriderError, to_status
 from outrider.stream import Outbox
 from outrider.v1 import draft_pb2
+
+
+def propose_response(events: Iterable[Answer | draft_pb2.DraftEvent]) -> draft_pb2.ProposeResponse:
+    """A message of what a session's outbox has, in its order: chains, and errors as they are."""
+    response = draft_pb2.ProposeResponse()
+    for event in events:
+        message = response.events.add()
+        if isinstance(event, Answer):
+            event.begin(message, event.sequence.sequence_id)
+            event.finish(message)
+        else:
+            message.CopyFrom(event)
+    return response
 
 
 class Session:
@@ -20,7 +33,7 @@ class Session:
         self._submit = submit
         self._commands: list[Command] = []
         self.sequences: dict[int, DraftSequence] = {}
-        self.outbox: Outbox[draft_pb2.DraftEvent] = Outbox()
+        self.outbox: Outbox[Answer | draft_pb2.DraftEvent] = Outbox()
 
     def dispatch(self, request: object) -> None:
         """Applies the commands of one message. A bad one fails its sequence only."""
@@ -41,7 +54,7 @@ class Session:
             self._fail(sequence.sequence_id, answer.error)
             self._flush()
             return
-        self.outbox.put(answer.event(sequence.sequence_id))
+        self.outbox.put(answer)
 
     def close(self) -> None:
         """Frees all sequences."""
