@@ -188,9 +188,10 @@ class TargetEngine:
         began = max(queued.began, self._done)  # before that the device was at the last step
         self._done = time.monotonic()
         plan, compute = queued.plan, self._done - began
+        outcomes = self._emit(queued, began, compute)  # drafts are asked: all else can wait
         self._pace.stepped(compute, with_prompts=not all(work.verifies for work in plan.work))
         self._stats = Stats(len(plan.work), plan.num_rows, compute, plan.queue_depth, self.pages.usage)
-        self._emit(queued, began)
+        self._emitter.report(outcomes, began, compute)
         self._count()
 
     def _is_here(self, sequence: Sequence) -> bool:
@@ -208,10 +209,11 @@ class TargetEngine:
         """Once the drafts know what to do next, and before gateways hear of it."""
         self._metrics.stepped(self._stats, *self._emitter.count())
 
-    def _emit(self, queued: _Queued, began: float) -> None:
+    def _emit(self, queued: _Queued, began: float, compute: float) -> list[Outcome]:
+        """Accepts chains, and asks drafts for the next ones. Returns what sessions are to hear."""
         row = chosen = 0
         outcomes: list[Outcome] = []
-        results, compute = queued.results, self._stats.compute
+        results = queued.results
         choices = results.choices.tolist()
         for work, rows in zip(queued.plan.work, queued.sent, strict=True):
             if not work.verifies and self._is_here(work.sequence):
@@ -227,4 +229,4 @@ class TargetEngine:
             row += work.count
         if chosen:
             self.pairs.send()
-            self._emitter.report(outcomes, began, compute)
+        return outcomes
