@@ -66,8 +66,8 @@ def fits(work: list[Work]) -> bool:
 
 
 def _rows(work: list[Work]) -> list[tuple[object, ...]]:
-    """What a step's inputs depend on, but the tokens of its chains."""
-    return [(s, s.slot, len(s.pages), s.aux, item.start, item.count) for item in work for s in (item.sequence,)]
+    """What a step's inputs depend on, but the tokens of its chains. Its sequences by their ages: none is kept alive."""
+    return [(s.age, s.slot, len(s.pages), s.aux, item.start, item.count) for item in work for s in (item.sequence,)]
 
 
 def _keeps_logits(work: list[Work]) -> bool:

@@ -19,7 +19,7 @@ class Sequence:
     """Tokens 0 to length - 1 are known. Keys and values exist for the first `computed`; the rest is rows to come."""
 
     open: Open
-    # (arrival_unix_us, order of open): who came first is admitted first and preempted last.
+    # (arrival_unix_us, order of open): who came first is admitted first and preempted last. No two have the same.
     age: tuple[int, int]
     aux: AuxRequest
     length: int

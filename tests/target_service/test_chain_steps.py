@@ -1,6 +1,8 @@
 """Steps of chains through static tensors, as they are captured on CUDA: the tokens and states of ordinary steps."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -8,12 +10,21 @@ import torch
 from kernels.graphs import Graphs
 from kernels.sampling import SamplingParams
 from target_service.chain_steps import ChainSteps
+from target_service.commands import Advance, Close
 from target_service.models import load_model
 from tests.models import write_tiny_gpt_oss, write_tiny_llama
+from tests.target_service.builders import make_open
 from tests.target_service.driving import Request, make_engine, run, with_mistakes
 
 SAMPLED = SamplingParams(temperature=0.8, seed=5, min_p=0.02)
 FILTERED = SamplingParams(temperature=1.1, seed=2**64 - 9, top_k=40, top_p=0.9)
+
+
+class Ignorant:
+    """A session that takes events, and keeps none."""
+
+    def take(self, events, stats):
+        pass
 
 
 def requests():
@@ -74,6 +85,21 @@ def test_a_step_is_begun_while_its_chains_are_on_their_way(tmp_path, monkeypatch
     assert found[0].tokens == expected[0].tokens
     assert len(ran) > 20
     assert len(ran) <= len(begun) <= len(ran) + 2, "a step that was begun is not begun again"
+
+
+def test_a_step_that_is_begun_keeps_no_sequence_alive(tmp_path):
+    """Behind one stand its session and what that has not sent."""
+    model = load_model(write_tiny_llama(tmp_path, tokenizer=False), "cpu", "auto")
+    engine, session = make_engine(model, Graphs(torch.device("cpu"))), Ignorant()
+    engine.apply([make_open(1, 4, session=session)])
+    engine.step()
+    engine.apply([Advance(session, 1, [], None, 0.0)])
+    engine.step()
+    sequence = weakref.ref(engine.scheduler.active[0])
+    engine.apply([Close(session, 1)])
+    gc.collect()
+    assert engine._computation._chain_steps._begun is not None
+    assert sequence() is None
 
 
 @pytest.mark.parametrize("part", ["kernels.graphs.Graphs.step", "target_service.batch.to_device"])
