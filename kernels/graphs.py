@@ -80,6 +80,7 @@ class Columns:
 class Step(Generic[Output]):
     """A function of static tensors, the inputs' and others that it holds, and what became of it."""
 
+    shape: Hashable
     inputs: Columns
     function: Callable[[Mapping[str, torch.Tensor]], Output]
     held: bool = False
@@ -141,19 +142,16 @@ class Graphs(Generic[Output]):
     def step(
         self, shape: Hashable, layout: Layout, function: Callable[[Mapping[str, torch.Tensor]], Output]
     ) -> Step[Output]:
-        """The step of a shape, made of `layout` and `function` when it is asked for first; its inputs are to be set."""
-        step = self._steps.pop(shape, None)
-        if step is None:
-            self._drop_stale()
-            step = Step(Columns(layout, self._device), function, held=len(self._steps) < self._most)
-        if step.held:
-            self._steps[shape] = step
-        self._runs += 1
-        step.last_run = self._runs
-        return step
+        """The step of a shape, made of `layout` and `function` where none is held; its inputs are to be set.
+
+        It comes only when it is run: a step that was begun in vain takes no other's place.
+        """
+        step = self._steps.get(shape)
+        return Step(shape, Columns(layout, self._device), function) if step is None else step
 
     def run(self, step: Step[Output]) -> Output:
         """Queues the step. What it returns is there once the device has been waited for, until a step runs again."""
+        self._hold(step)
         step.inputs.send()
         if self._capturing and step.graphs is None and step.held and step.has_run:
             self._capture(step)
@@ -163,6 +161,16 @@ class Graphs(Generic[Output]):
         for graph in step.graphs:
             graph.replay()
         return step.output
+
+    def _hold(self, step: Step[Output]) -> None:
+        """Puts a step that comes behind all others, where there is room for its shape."""
+        self._runs += 1
+        step.last_run = self._runs
+        if self._steps.pop(step.shape, None) is None:
+            self._drop_stale()
+        step.held = len(self._steps) < self._most
+        if step.held:
+            self._steps[step.shape] = step
 
     def _drop_stale(self) -> None:
         """Makes room for a shape, where one has not come for long."""

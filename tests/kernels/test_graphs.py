@@ -56,6 +56,18 @@ def test_shapes_are_held_up_to_their_number_and_make_room_when_they_do_not_come_
     assert run(held, "b") is not b
 
 
+def test_shapes_that_are_begun_in_vain_take_no_place(monkeypatch):
+    monkeypatch.setattr(graphs, "_STALE_RUNS", 2)
+    held = Graphs(CPU, most=1)
+    layout = {"x": (torch.float32, (2,))}
+    held.step("begun", layout, lambda inputs: inputs["x"])
+    a = run(held, "a")
+    assert a.held
+    for _ in range(3):
+        held.step("begun", layout, lambda inputs: inputs["x"])
+    assert not run(held, "b").held and run(held, "a") is a
+
+
 def test_numbers_of_rows():
     assert [padded(count) for count in (0, 1, 7, 8, 9, 17, 64, 65, 256)] == [0, 1, 7, 8, 16, 24, 64, 96, 256]
 
