@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from draft_service.cache import DraftCache
@@ -32,6 +33,8 @@ class Chain:
 
 # Of each step of chains the tokens and their probabilities, of the sequences that still draft.
 Drafted = list[tuple[torch.Tensor, torch.Tensor]]
+# The same in main memory, as arrays: asking tensors for their numbers takes ten times as long.
+Landed = list[tuple[npt.NDArray[np.integer], npt.NDArray[np.float32]]]
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class Proposer:
 
         From then on the rows' states may be overwritten, and not before another step be queued.
         """
-        queued: list[tuple[list[Turn], Drafted]] = []
+        queued: list[tuple[list[Turn], Landed]] = []
         others = list(turns)
         if self._static_steps is not None:
             groups, others = split(turns)
@@ -107,7 +110,7 @@ class Proposer:
 
         return finish
 
-    def _run(self, longest_first: list[Turn]) -> Drafted:
+    def _run(self, longest_first: list[Turn]) -> Landed:
         """Any turns, by whatever length their chains have."""
         sequences = [turn.sequence for turn in longest_first]
         width = self.cache.width(max(turn.sequence.end + turn.num_tokens for turn in longest_first))
@@ -115,7 +118,7 @@ class Proposer:
         starts = self._tensor([sequence.start for sequence in sequences])
         hidden, token_ids = self._take_in(longest_first, tables, starts)
         drafted = self._draft(longest_first, hidden, token_ids, tables, starts)
-        return [(to_host(tokens), to_host(probabilities)) for tokens, probabilities in drafted]
+        return [(to_host(tokens).numpy(), to_host(probabilities).numpy()) for tokens, probabilities in drafted]
 
     def _take_in(
         self, turns: list[Turn], tables: torch.Tensor, starts: torch.Tensor
@@ -160,8 +163,8 @@ class Proposer:
         return to_device(torch.from_numpy(np.asarray(numbers, dtype=np.int32)), self.model.device)
 
 
-def _unpack(packed: Packed) -> Drafted:
-    return [(tokens, bits.view(torch.float32)) for tokens, bits in packed]
+def _unpack(packed: Packed) -> Landed:
+    return [(tokens, bits.view(np.float32)) for tokens, bits in packed.numpy()]
 
 
 def _all_unsure(turns: list[Turn], drafted: Drafted) -> bool:
@@ -172,7 +175,7 @@ def _all_unsure(turns: list[Turn], drafted: Drafted) -> bool:
     return all(c < turn.min_confidence for c, turn in zip(confidences.tolist(), turns, strict=True))
 
 
-def _read_chains(turns: Sequence[Turn], drafted: Drafted) -> list[Chain]:
+def _read_chains(turns: Sequence[Turn], drafted: Landed) -> list[Chain]:
     """The drafted tokens by sequence, each chain cut where its confidence falls too low."""
     chains = []
     columns = zip(
@@ -186,7 +189,7 @@ def _read_chains(turns: Sequence[Turn], drafted: Drafted) -> list[Chain]:
     return chains
 
 
-def _by_turn(steps: Sequence[torch.Tensor]) -> Iterator[tuple[Any, ...]]:
+def _by_turn(steps: Sequence[npt.NDArray[Any]]) -> Iterator[tuple[Any, ...]]:
     """Of each turn its numbers, one a step; behind the longest chains others are shorter, and in the end empty."""
     return itertools.chain(itertools.zip_longest(*[step.tolist() for step in steps]), itertools.repeat(()))
 
