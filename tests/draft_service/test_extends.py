@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -47,8 +47,10 @@ class Link(TargetLink):
 
 
 @pytest.fixture
-async def rules() -> CommandRules:
-    return CommandRules(320, WIDTH, chooser=None, slices=Link())  # type: ignore[arg-type]
+async def rules() -> AsyncIterator[CommandRules]:
+    link = Link()
+    yield CommandRules(320, WIDTH, chooser=None, slices=link)  # type: ignore[arg-type]
+    await link.close()
 
 
 def command(offset: int, rows: int, buffer_id: str = "b", **fields: Any) -> draft_pb2.DraftCommand:
@@ -134,7 +136,9 @@ def outcome(message: draft_pb2.DraftCommand, rules: CommandRules) -> Iterator[An
 async def test_what_is_read_at_a_glance_is_what_is_read_in_full(name: str, rules: CommandRules) -> None:
     message = (USUAL | UNUSUAL | WRONG)[name]
     found = list(outcome(message, rules))
-    assert found == list(outcome(message, replace(rules, slices=Link(at_a_glance=False))))
+    in_full = Link(at_a_glance=False)
+    assert found == list(outcome(message, replace(rules, slices=in_full)))
+    await in_full.close()
     assert (len(found) == 2) == (name in WRONG)  # refused, in the same words
     if name in WRONG:
         return
