@@ -46,13 +46,15 @@ def main(
     kv_cache: Annotated[str, typer.Option(help="Size such as 512MiB, or fraction of the device's memory.")] = "512MiB",
     threads: Annotated[int, typer.Option(min=1, help="Threads of computations on a CPU.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of each shape.")] = 40,
+    cuda_graphs: Annotated[bool, typer.Option(help="Replay steps that draft chains as CUDA graphs.")] = True,
 ) -> None:
     """Time the draft's step alone: a question on standard input, the answer on standard output."""
     torch.set_num_threads(threads)
     shapes = json.load(sys.stdin)["shapes"]
     longest = max(shape["context"] + (WARM_UP + steps) * shape["emitted"] + shape["chain"] + 1 for shape in shapes)
     chain = max(1, *(shape["chain"] for shape in shapes))
-    settings = Settings(model, str(target), "step_time", device, dtype, kv_cache, chain, longest, "", "auto")
+    flags = str(target), "step_time", device, dtype, kv_cache, chain, longest, "", "auto"
+    settings = Settings(model, *flags, cuda_graphs=cuda_graphs)
     fitted = _fit(model, target)
     shared = _shared_tensors(fitted, target)
     metrics = DraftMetrics(CollectorRegistry(), "", "step_time")

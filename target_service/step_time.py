@@ -37,6 +37,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32 or bfloat16.")] = "auto",
     kv_cache: Annotated[str, typer.Option(help="Size such as 2GiB, or fraction of the device's memory.")] = "0.3",
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of each shape.")] = 60,
+    cuda_graphs: Annotated[bool, typer.Option(help="Replay steps of chains as CUDA graphs.")] = True,
 ) -> None:
     """Time the target's step alone: a question on standard input, the answer on standard output."""
     question = json.load(sys.stdin)
@@ -52,6 +53,7 @@ def main(
         max_sequence_length=0,
         step_tokens=max(shape["context"] for shape in shapes),  # a prompt in one chunk
         max_queue=1,
+        cuda_graphs=cuda_graphs,
     )
     metrics = TargetMetrics(new_registry("step_time"), settings.name)
     engine = load_target(settings, "step_time", metrics, _call).engine
