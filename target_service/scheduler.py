@@ -23,16 +23,15 @@ MAX_UNWRITTEN_CHUNKS = 2
 
 @dataclass(slots=True)
 class Work:
-    """Rows of one sequence in a step: positions start to start + count - 1."""
+    """Rows of one sequence in a step: positions start to start + count - 1.
+
+    `verifies`: those of a chain; else a chunk of the prompt.
+    """
 
     sequence: Sequence
     start: int
     count: int
-
-    @property
-    def verifies(self) -> bool:
-        """A chain; else a chunk of the prompt."""
-        return self.sequence.advance is not None
+    verifies: bool
 
     @property
     def ends_prompt(self) -> bool:
@@ -117,14 +116,14 @@ class Scheduler:
 
         They get pages for it, where there are plenty.
         """
-        if any(work.start < work.sequence.num_prompt for work in plan.work):
+        if not all(work.verifies for work in plan.work):
             return []
         expected = []
         for work in plan.work:
             sequence = work.sequence
             if sequence.slot >= 0 and (count := self._rows_to_verify(sequence, work.count - 1)) > 0:
                 self.reserve(sequence, sequence.length - 1 + count)
-                expected.append(Work(sequence, sequence.length - 1, count))
+                expected.append(Work(sequence, sequence.length - 1, count, verifies=True))
         return expected
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> None:
@@ -139,7 +138,7 @@ class Scheduler:
                 continue
             count = self._rows_to_verify(sequence, len(sequence.advance.draft_token_ids))
             if self._grow(sequence, sequence.length - 1 + count, plan, now):
-                plan.work.append(Work(sequence, sequence.length - 1, count))
+                plan.work.append(Work(sequence, sequence.length - 1, count, verifies=True))
 
     def _rows_to_verify(self, sequence: Sequence, chain: int) -> int:
         """The last emitted token's row and the chain's, without those that could only choose tokens past the end."""
@@ -156,7 +155,7 @@ class Scheduler:
                 break
             if self._can_prefill(sequence):
                 count = min(sequence.num_prompt - sequence.computed, budget)
-                plan.work.append(Work(sequence, sequence.computed, count))
+                plan.work.append(Work(sequence, sequence.computed, count, verifies=False))
                 budget -= count
 
     def _can_prefill(self, sequence: Sequence) -> bool:

@@ -45,6 +45,19 @@ def engine(tmp_path):
     return load_target(settings, "id", metrics, lambda function, *arguments: function(*arguments)).engine
 
 
+def test_the_pace_is_told_which_steps_had_prompts(engine, monkeypatch):
+    """Also once the step is over: half of the time of one with prompts counts."""
+    told, session = [], Recorder()
+    monkeypatch.setattr(engine._pace, "stepped", lambda seconds, *, with_prompts: told.append(with_prompts))
+    engine.apply([make_open(1, 10, session=session)])
+    engine.step()
+    engine.apply([Advance(session, 1, [3, 4], None, 0.0)])
+    engine.step()
+    engine.apply([Advance(session, 1, [], None, 0.0), make_open(2, 10, session=session)])
+    engine.step()
+    assert told == [True, False, True]
+
+
 def test_a_step_that_fails_ends_its_sequences_and_no_other(engine, monkeypatch):
     monkeypatch.setattr("target_service.pace.WAIT_FRACTION", 0.0)
     session = Recorder()
