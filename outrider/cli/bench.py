@@ -70,6 +70,8 @@ def bench(
     """
     if target is None and (draft or transformers):
         raise usage_error("--draft and --transformers need --target")
+    if target is None and not synthetic and (target_flags or draft_flags or gateway_flags):
+        raise usage_error("--target-flags, --draft-flags and --gateway-flags need --target or --synthetic")
     if target is not None and concurrency != 1:
         raise usage_error(f"--concurrency: with --target one stream is measured, found {concurrency}")
     if synthetic and (target or prompts):

@@ -10,6 +10,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from typer.testing import CliRunner
+
+from outrider.cli import app
 
 BENCH = [sys.executable, "-m", "outrider", "bench", "--synthetic"]
 
@@ -62,3 +65,10 @@ def test_what_makes_no_sense_is_known_at_once(flags: list[str], words: str) -> N
     done = run(*flags)
     assert done.returncode == 2
     assert words in " ".join(done.stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("flag", ["--target-flags", "--draft-flags", "--gateway-flags"])
+def test_flags_of_services_are_refused_where_none_is_started(flag: str) -> None:
+    done = CliRunner().invoke(app, ["bench", flag, "--cuda-graphs", "--address", "127.0.0.1:1"])
+    assert done.exit_code == 2
+    assert "need --target or --synthetic" in " ".join(done.stderr.replace("│", " ").split())
