@@ -30,6 +30,7 @@ from kernels.bench.measure import bandwidth, median_seconds
 
 Settings = dict[str, int]
 _SET_HELP = "constants of kernels/triton_forms, e.g. experts.UNROLLED=3,5 linear.PROGRAMS=352,704: every combination"
+_NOTHING = "--only, --rows: expected what some case has, found none"
 # By what the names of their cases begin with.
 _MAKERS = {
     "add_rms_norm": cases.norm_cases,
@@ -89,6 +90,8 @@ def _run(data: Data, only: list[str], some: list[int], settings: list[Settings],
             print(_line(result), flush=True)
             if path:
                 path.write_text(json.dumps(report, indent=1))
+    if not report["results"]:
+        raise SystemExit(_NOTHING)
     if len(settings) > 1:
         print("the fastest settings:", *_fastest(report["results"]), sep="\n")
     return int(wrong > 0)
@@ -190,12 +193,16 @@ def _compile(only: list[str], some: list[int], settings: list[Settings]) -> int:
     from kernels.bench.offline import compiling
 
     data = Data(sizes.TO_COMPILE, torch.device("cpu"), torch.bfloat16)
+    compiled = False
     with compiling():
         for case in _cases(data, only):
             for setting, rows in product(settings, _rows(case, some)):
                 _apply(setting)
                 print(f"{case.name}, rows {rows}", *setting.items(), flush=True)
                 case.result(rows)
+                compiled = True
+    if not compiled:
+        raise SystemExit(_NOTHING)
     return 0
 
 

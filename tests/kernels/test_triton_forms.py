@@ -56,3 +56,9 @@ def test_kernels_compile_without_a_device():
     assert "set up early" not in result.stdout
     result = run("-m", "kernels.bench", "--compile", "--only", "router", OUTRIDER_PDL="1")
     assert "_choose_experts" in result.stdout and "set up early" in result.stdout, result.stdout + result.stderr
+
+
+def test_a_bench_of_nothing_fails():
+    result = run("-m", "kernels.bench", "--compile", "--only", "router", "--rows", "3")
+    assert (result.returncode, result.stdout) == (1, ""), result.stdout + result.stderr
+    assert result.stderr.startswith("--only, --rows: expected what some case has"), result.stderr
