@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from outrider.channels import SERVICE_MESSAGE_BYTES, server_options
 from outrider.grpc_metrics import CountCalls
-from outrider.idle_latency import hold_latency
+from outrider.idle_latency import DEVICE, DRIVER, hold_latency, is_heard
 from outrider.metrics import MetricsServer, new_registry, split_address
 from outrider.security import ServerSecurity
 
@@ -110,13 +110,20 @@ class ServiceFrame:
     def become_ready(self) -> None:
         """Holds its latency from now on, and prints the one line that says where it listens."""
         if self._cpu_dma_latency is not None:
-            try:
-                hold_latency(self._cpu_dma_latency)  # for as long as this process lives
-            except OSError as error:
-                log.warning("--cpu-dma-latency: expected a device to write, found: %s", error)
+            self._hold_latency(self._cpu_dma_latency)
         metrics = f" metrics={self._metrics.address}" if self._metrics else ""
         probes = f" health={self.health_address}" if self.health_address else ""
         print(f"outrider {self.name} ready grpc={self.address}{metrics}{probes}", flush=True)
+
+    def _hold_latency(self, microseconds: int) -> None:
+        try:
+            hold_latency(microseconds)  # for as long as this process lives
+        except OSError as error:
+            log.warning("--cpu-dma-latency: expected a device to write, found: %s", error)
+            return
+        log.info("%s: idle processors are to wake within %d us", DEVICE, microseconds)
+        if not is_heard():
+            log.warning("--cpu-dma-latency: expected a kernel with an idle driver, found none (%s): no effect", DRIVER)
 
     async def run_until_signal(self) -> None:
         """Returns at the first SIGTERM or SIGINT, with health already NOT_SERVING; meanwhile

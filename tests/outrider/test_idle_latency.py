@@ -91,6 +91,24 @@ def holds(service: Service) -> bool:
     return DEVICE in found
 
 
+@pytest.mark.parametrize(("driver", "warns"), [("haltpoll\n", False), ("none\n", True), (None, False)])
+def test_a_kernel_that_will_not_hear_is_told_of(
+    device: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    driver: str | None,
+    warns: bool,
+) -> None:
+    file = tmp_path / "current_driver"
+    if driver is not None:
+        file.write_text(driver)
+    monkeypatch.setattr(idle_latency, "DRIVER", file)
+    ServiceFrame("toy", "outrider.v1.GatewayService", "127.0.0.1:0", None, cpu_dma_latency=20).become_ready()
+    assert int.from_bytes(device.read_bytes(), sys.byteorder) == 20
+    assert ("expected a kernel with an idle driver, found none" in caplog.text) == warns
+
+
 def test_a_service_whose_device_is_gone_serves_on(
     device: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
