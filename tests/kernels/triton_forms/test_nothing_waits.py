@@ -63,13 +63,13 @@ def captured(monkeypatch):
     count = []
     init = Step.__init__
 
-    def guarded(step, inputs, function, **fields):
+    def guarded(step, shape, inputs, function, **fields):
         def call(device_inputs):
             count.append(1)
             with queueing(captured=True):
                 return function(device_inputs)
 
-        init(step, inputs, call, **fields)
+        init(step, shape, inputs, call, **fields)
 
     monkeypatch.setattr(Step, "__init__", guarded)
     return count
